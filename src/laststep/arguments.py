@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import filter as matching
 from types import BuiltinFunctionType, FunctionType
-from typing import TYPE_CHECKING, Annotated, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, SupportsIndex
 
 from msgspec import Meta, structs
 
@@ -162,6 +162,25 @@ def all_settings(options: object, items: Iterable[str], **own: object) -> settin
                 raise
             log.warning("compression='adaptive' stores everything as it is: %s", error)
     return made
+
+
+_CHECKED_EARLY = ("every", "compression", "allow_pickle", "new_lineage", "host_memory_bytes")
+
+
+def check_early(keywords: Mapping[str, Any]) -> None:
+    """Raise the errors that a Checkpointer with these keywords would raise. For adapters that make
+    it later, and do not know all of its items yet."""
+    all_items(
+        (), keywords.get("items"), {k: v for k, v in keywords.items() if k not in OWN_KEYWORDS}
+    )
+    rules(keywords.get("keep"))
+    preemption(keywords.get("preemption"))
+    own = {k: keywords.get(k, getattr(settings.DEFAULTS, k)) for k in _CHECKED_EARLY}
+    modes, options = own["compression"], keywords.get("options")
+    named = list(modes) if isinstance(modes, Mapping) else []
+    if isinstance(options, Options):
+        named += [pattern.partition("/")[0] for pattern in options.lossy or {}]
+    all_settings(options, named, **own)
 
 
 def _unknown(what: str, found: str, known: Iterable[str]) -> UsageError:

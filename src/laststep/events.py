@@ -230,8 +230,9 @@ def log_event(event: Event) -> None:  # noqa: C901 (a case per kind)
             kept = event.kept_checkpoints
             room = f"{needed} and more as the run grows" if kept is None else f"{needed} for {kept}"
             text = (
-                f"every save: {human(event.state_bytes)}; host memory up to "
-                f"{human(event.host_memory_bytes)}; free disk space: {free}, needed: {room}"
+                f"every save: {human(event.state_bytes)}; host memory: "
+                f"{human(min(event.state_bytes, event.host_memory_bytes))}, at most "
+                f"{human(event.host_memory_bytes)}; disk space: {room}, free: {free}"
             )
         case SaveStarted():
             text = f"step {event.step}: saving {human(event.size_bytes)}"

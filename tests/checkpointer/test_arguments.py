@@ -12,6 +12,7 @@ from torch import nn
 import laststep
 from expect import raises
 from laststep import arguments
+from laststep.arguments import check_early
 from laststep.settings import as_keywords
 
 if TYPE_CHECKING:
@@ -416,3 +417,37 @@ def test_what_can_be_no_such_number_or_name_is_refused(make: Callable[[], object
     with pytest.raises(laststep.UsageError) as caught:
         make()
     assert_tells_all(caught.value)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"evry": 10},
+        {"every": 0},
+        {"keep": 3},
+        {"options": {"flush": "thread"}},
+        {"preemption": "yes"},
+        {"compression": {"model": "zip"}},
+        {"items": [1]},
+        {"host_memory_bytes": 5},
+    ],
+    ids=str,
+)
+def test_adapters_can_check_keywords_before_there_is_a_checkpointer(
+    keywords: dict[str, object],
+) -> None:
+    with pytest.raises(laststep.UsageError):
+        check_early(keywords)
+
+
+def test_good_keywords_pass_whatever_the_items_are() -> None:
+    check_early(
+        {
+            "every": 10,
+            "keep": laststep.Keep(last=2),
+            "items": {"ema": {}},
+            "compression": {"model": "none", "*": "adaptive"},
+            "options": laststep.Options(lossy={"optimizer/*exp_avg": "bf16"}),
+            "more": nn.Linear(1, 1),
+        }
+    )

@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from laststep import deepspeed, fsdp1
 from laststep.accelerate.loaders import item_of, place_in, skip_in_place
 from laststep.adapters.framework import Framework, advising
+from laststep.arguments import check_early
 from laststep.browse import Checkpoint
 from laststep.browse import open as open_run
 from laststep.catalog.retention import Keep
@@ -134,6 +135,7 @@ _REPLACED = ("save_state", "load_state", "prepare_data_loader", "end_training", 
 def attach(accelerator: Any, run: str | os.PathLike[str] | None = None, /, **settings: Any) -> Any:
     """Make `save_state` and `load_state` of this Accelerator use a run, and return the Accelerator.
     `settings` are those of a Checkpointer."""
+    check_early(settings)
     before = getattr(accelerator.save_state, "__self__", None)
     if isinstance(before, Attached):
         raise UsageError(

@@ -17,6 +17,7 @@ from accelerate import skip_first_batches
 from transformers import Trainer
 
 from laststep.accelerate.loaders import skip_in_place
+from laststep.arguments import check_early
 from laststep.errors import CorruptError, UsageError
 from laststep.hf.training import TrainCall
 
@@ -152,6 +153,7 @@ def attach(trainer: Any, run: str | os.PathLike[str] | None = None, **settings: 
         raise UsageError(
             "laststep.hf.attach needs a transformers.Trainer", found=repr(trainer)[:80]
         )
+    check_early(settings)
     if not isinstance(trainer, SavingTrainer):
         kind = type(trainer)
         trainer.__class__ = type(

@@ -16,6 +16,7 @@ import msgspec
 
 from laststep import browse
 from laststep.adapters.framework import advising
+from laststep.arguments import check_early
 from laststep.catalog.retention import Keep
 from laststep.checkpointer import Checkpointer
 from laststep.errors import NotFoundError, UsageError
@@ -60,6 +61,7 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         after each validation that logs this metric; with `top_k`, keep the best `top_k`
         checkpoints. `resume`: False starts over, a number resumes from that step.
         """
+        check_early({"every": every, **settings})
         if mode not in ("min", "max"):
             raise UsageError("invalid mode", expected="'min' or 'max'", found=repr(mode))
         if top_k is not None:
