@@ -227,6 +227,8 @@ class Preempting:
                     # Waits; this counts as telling the error, and no later call raises it again.
                     error = None if handle is None else handle.exception()
                     problem = "" if error is None else brief(error)
+                    if handle is not None and handle.report.skipped is not None:
+                        problem = f"nothing was saved: {handle.report.skipped}"
                     if handle is not None and not problem:
                         work.client.drain_last()  # rank 0 alone knows replicas to wait for
                         signals.wait(work.client.drains.settled)

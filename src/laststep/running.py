@@ -18,6 +18,8 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from laststep.capture.capture import Capturer
 from laststep.catalog.attempt import parse_folder
 from laststep.catalog.instances import Start
@@ -383,7 +385,7 @@ class Resuming:
         self._damaged: frozenset[str] = frozenset()
         """Checkpoints that `peek()` returned and that were then found damaged."""
         self._absent: list[str] = []
-        """The items of the checkpoint that saves continue and that this Checkpointer lacks."""
+        """The items of the checkpoint that saves continue and that no rank of this job has."""
 
     @property
     def mixed(self) -> str:
@@ -438,6 +440,7 @@ class Resuming:
                     touched=functools.partial(self._touch, wanted.only),
                     saw=self._saw,
                 )
+                absent = set() if outcome is None else self._absent_from(group, outcome.items)
         except (CorruptError, NotFoundError) as error:
             if peek is None:
                 raise
@@ -451,7 +454,8 @@ class Resuming:
             self._work.saves.restored(0)
             self._work.client.continue_from(Continue(seen=self._seen))
             return Restored(step=None, next_step=0)
-        self._go_on(outcome, wanted, before, peek)
+        if self._go_on(outcome, wanted, before, peek):
+            self._absent = sorted(absent)
         skipped = () if peek is None else peek.skipped
         return replace(outcome.restored, skipped=(*skipped, *outcome.restored.skipped))
 
@@ -466,10 +470,10 @@ class Resuming:
         wanted: RestoreRequest,
         before: dict[str, str | None],
         peek: Peeked | None,
-    ) -> None:
+    ) -> bool:
         """Record the origins of the restored items and let saves continue the checkpoint. A partial
         restore without a peek leaves the origins of all other items unknown; partial restores after
-        a peek must all come from that checkpoint."""
+        a peek must all come from that checkpoint. Return True if saves continue it."""
         found, only = outcome.chosen, wanted.only
         if peek is not None:
             items = [
@@ -491,7 +495,16 @@ class Resuming:
             self._work.client.continue_from(continues)
             self._work.saves.restored(found.step, found.lineage_steps)
             self._resumed = True
-            self._absent = sorted(outcome.items - self._context.providers.keys())
+            return True
+        return False
+
+    def _absent_from(self, group: Ranks, items: frozenset[str]) -> set[str]:
+        """Return the items of a checkpoint that no rank has: each may have items of its own."""
+        absent = set(items - self._context.providers.keys())
+        if self._context.rank.ranks > 1:
+            for theirs in group.all_gather(msgspec.msgpack.encode(sorted(absent))):
+                absent &= set(msgspec.msgpack.decode(theirs))
+        return absent
 
     def saves(self, *, may_lack_items: bool) -> None:
         """Prepare for a save. Raises `UsageError` if it would abandon checkpoints of the run, or

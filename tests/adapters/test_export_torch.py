@@ -57,6 +57,8 @@ VALUES = {
     "set": {1, 2},
     "bf16": torch.ones(3, dtype=torch.bfloat16),
     "empty": torch.empty(0, 3),
+    "number": np.array(2.5),
+    "big": np.arange(3, dtype=">i4"),
 }
 
 
@@ -125,6 +127,8 @@ def test_torch_loads_all_items_and_training_continues(
         assert values[name] == VALUES[name]
     assert torch.equal(values["bf16"], VALUES["bf16"])
     assert values["empty"].shape == (0, 3)
+    assert (values["number"].shape, values["number"].item()) == ((), 2.5)
+    assert values["big"].tolist() == [0, 1, 2]
     torch.set_rng_state(state["rng"]["torch"]["cpu"])
     np.random.set_state(state["rng"]["numpy"])  # noqa: NPY002
 
@@ -168,3 +172,24 @@ def test_a_pickled_object_is_refused(run_folder: Path, export: Callable, tmp_pat
         ckpt.save(0)
     status, _, err = export(run_folder, tmp_path / "all.pt")
     assert (status, "values" in err, (tmp_path / "all.pt").exists()) == (2, True, False)
+
+
+@pytest.mark.parametrize("value", [np.datetime64("2026-01-01"), np.array(["text"])], ids=str)
+def test_what_torch_cannot_load_is_refused_by_the_item(
+    value: object, run_folder: Path, export: Callable, tmp_path: Path
+) -> None:
+    options = laststep.Options(flush="thread", progress=False)
+    with laststep.Checkpointer(
+        run_folder, values={"x": value}, allow_pickle=True, options=options
+    ) as ckpt:
+        ckpt.save(0)
+    status, _, err = export(run_folder, tmp_path / "all.pt")
+    assert (status, "values" in err, (tmp_path / "all.pt").exists()) == (2, True, False)
+
+
+def test_a_target_that_cannot_be_is_an_error_of_one_line(
+    saved: Path, export: Callable, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    status, _, err = export(saved, tmp_path / "file" / "all.pt")
+    assert (status, err.count("\n")) == (1, 1)

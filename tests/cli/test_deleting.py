@@ -9,6 +9,7 @@ import pytest
 
 import laststep as library
 from expect import names
+from laststep.cli import deleting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,4 +113,28 @@ def test_nothing_is_deleted_if_the_newest_that_stays_is_damaged(run, laststep: C
 def test_both_ask_for_confirmation(run, laststep: Callable) -> None:
     ended = laststep("rollback", run.path, 20)
     assert (ended.status, names(ended.err, "4 checkpoints", "step 20", "--yes")) == (2, True)
+    assert len(steps(run)) == 6
+
+
+@pytest.mark.parametrize("command", [("rm", 10), ("rollback", 20)])
+def test_a_job_that_saves_while_the_user_is_asked_stops_both(
+    run, laststep: Callable, monkeypatch: pytest.MonkeyPatch, command: tuple[str, int]
+) -> None:
+    def meanwhile(what: str) -> None:
+        run.start((2, 2))
+        run.save(50)
+
+    monkeypatch.setattr("laststep.cli.output.confirm", meanwhile)
+    ended = laststep(command[0], run.path, command[1])
+    assert (ended.status, "meanwhile" in ended.err) == (2, True)
+    assert len(steps(run)) == 7
+
+
+def test_checkpoints_in_memory_stop_both_until_they_are_recovered(
+    run, own: Callable, laststep: Callable, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deleting, "BASE", base)
+    run.seal(own().die(), 60)
+    ended = laststep("rollback", run.path, 20, "--yes")
+    assert (ended.status, "laststep recover" in ended.err) == (2, True)
     assert len(steps(run)) == 6

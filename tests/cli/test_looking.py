@@ -57,6 +57,11 @@ def test_the_run_that_an_adapter_keeps_in_an_output_folder_is_found(
     assert laststep("verify", output).out.splitlines()[-1] == "1 checkpoint ok"
 
 
+def test_a_path_that_is_too_long_is_an_error_of_one_line(laststep: Callable) -> None:
+    ended = laststep("ls", "x" * 5000)
+    assert (ended.status, ended.err.count("\n")) == (1, 1)
+
+
 def test_ls_of_the_folder_above_a_run_names_the_run(maker, laststep: Callable) -> None:
     maker.save(1)
     above, _, _ = str(maker.path).rpartition("/")

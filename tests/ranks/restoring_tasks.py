@@ -258,6 +258,27 @@ def stages_as_items(run: str) -> list[float]:
         with laststep.Checkpointer(
             run, items=items, options=laststep.Options(flush="thread", progress=False)
         ) as ckpt:
-            if ckpt.restore().step is None:
-                ckpt.save(0).wait()
-    return [entry["momentum_buffer"].flatten()[0].item() for entry in optimizer.state.values()]
+            restored = ckpt.restore()
+            found = [entry["momentum_buffer"].flatten()[0].item() for entry in _entries(optimizer)]
+            ckpt.save(restored.next_step).wait()  # this rank lacks the items of other stages
+    return found
+
+
+def _entries(optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Tensor]]:
+    return [entry for entry in optimizer.state.values() if "momentum_buffer" in entry]
+
+
+def lacking(run: str) -> list[str]:
+    """Save with one item more than the next start has on any rank; what that is told."""
+    model, told = nn.Linear(2, 2), []
+    options = laststep.Options(flush="thread", progress=False)
+    for more in ({"more": {"n": 1}}, {}):
+        with laststep.Checkpointer(run, model=model, **more, options=options) as ckpt:
+            ckpt.restore(strict=False)
+            try:
+                ckpt.save(0 if more else 1).wait()
+            except laststep.UsageError as error:
+                told.append(str(error.expected))
+            except laststep.AbortedError as error:
+                told.append(str(error))
+    return told

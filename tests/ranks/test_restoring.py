@@ -132,3 +132,10 @@ def test_stages_that_are_items_of_different_names_get_their_optimizer_state(
 ) -> None:
     momenta = crew("restoring_tasks:stages_as_items", 2, run=str(run_folder))
     assert momenta == [[5.0, 5.0], [6.0, 6.0]]
+
+
+def test_a_save_that_lacks_an_item_on_all_ranks_is_refused_on_all(
+    crew: Crew, run_folder: Path
+) -> None:
+    told = crew("restoring_tasks:lacking", 2, run=str(run_folder))
+    assert all(len(each) == 1 and "more" in each[0] for each in told)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -143,3 +144,25 @@ def test_several_checkpointers_may_save_one_loader(tmp_path: Path) -> None:
     for name in "ab":
         laststep.Checkpointer(tmp_path / name, loader=data).close()
     assert data.worker_init_fn.args == (calls.append,)
+
+
+@dataclass(frozen=True)
+class Frozen(Drawing):
+    """Sets no attributes by the usual way."""
+
+    size: int = BATCHES * BATCH
+
+
+class WithProperty(Drawing):
+    @property
+    def state_dict(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("dataset", [Frozen(), WithProperty()], ids=["frozen", "property"])
+def test_a_dataset_that_takes_no_methods_is_loaded_all_the_same(
+    dataset: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = train(tmp_path / "run", lambda: loader(dataset), 2, [])
+    assert len(batches) == EPOCHS * BATCHES
+    assert bool(warned(caplog, "workers")) == isinstance(dataset, WithProperty)

@@ -13,12 +13,12 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from laststep.checkpointer import Checkpointer
 from laststep.errors import CorruptError, MismatchError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from laststep.checkpointer import Checkpointer
     from laststep.restoring.restore import Peeked, Restored
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,13 @@ class Framework:
         if damage is not None:
             raise damage
         return None
+
+
+class FrameworkCheckpointer(Checkpointer):
+    """For adapters whose items depend on how the framework trains this time: with or without a
+    scheduler, a loader or DeepSpeed's own counts."""
+
+    _may_lack_items = True
 
 
 @contextlib.contextmanager

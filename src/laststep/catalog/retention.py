@@ -256,13 +256,13 @@ def plan_prune(
     """Plan the deletions that the rules call for; a save in progress refers to those `in_use`."""
     listed, _ = run.look()
     verdicts = decide(listed, keep, resumed_from=resumed_from, pinned=in_use)
-    points = {item.folder: item.point for item in listed}
-    replaced = {item.folder for item in listed if item.superseded_by}
-    doomed = [verdict.folder for verdict in verdicts if not verdict.keep]
-    doomed.sort(key=lambda folder: (folder in replaced, points[folder]), reverse=True)
-    lacking = missing_metric(listed, keep)
+    doomed = [item for item, verdict in zip(listed, verdicts, strict=True) if not verdict.keep]
     return PrunePlan(
-        store=run.store, listed=listed, verdicts=verdicts, deletions=tuple(doomed), lacking=lacking
+        store=run.store,
+        listed=listed,
+        verdicts=verdicts,
+        deletions=_in_order(doomed),
+        lacking=missing_metric(listed, keep),
     )
 
 
@@ -289,14 +289,11 @@ def plan_rollback(run: Run, step: int) -> PrunePlan:
 
 def _chosen_plan(run: Run, listed: Sequence[Listed], chosen: Sequence[Listed]) -> PrunePlan:
     """Plan to delete these, the last commit first. Raise `UsageError` if one must stay."""
-    writer = run.live_writer()
-    if chosen and writer is not None:
-        raise UsageError(
-            "refused to delete checkpoints of a run that is in use",
-            where=run.store.url,
-            found=f"a live writer: {writer.who}",
-            remedy="wait until it has ended; `laststep prune` can run beside it",
-        )
+    if chosen:
+        refuse_writer(run)
+    for item in listed:
+        if isinstance(item.error, UsageError):  # of a later format, which may need any other
+            raise item.error
     for item in chosen:
         if item.pinned or item.is_link:
             raise UsageError(
@@ -305,14 +302,32 @@ def _chosen_plan(run: Run, listed: Sequence[Listed], chosen: Sequence[Listed]) -
                 found="a pinned checkpoint" if item.pinned else "a symbolic link",
                 remedy="`laststep unpin` it first" if item.pinned else "remove the link yourself",
             )
-    folders = [item.folder for item in sorted(chosen, key=operator.attrgetter("point"))]
     return PrunePlan(
         store=run.store,
         listed=tuple(listed),
         verdicts=(),
-        deletions=tuple(reversed(folders)),
+        deletions=_in_order(chosen),
         lacking=None,
     )
+
+
+def _in_order(doomed: Iterable[Listed]) -> tuple[str, ...]:
+    """Return the folders in the order of their deletion: replaced ones first, which would count
+    again without their replacements, then the last commit first."""
+    ordered = sorted(doomed, key=lambda item: (bool(item.superseded_by), item.point), reverse=True)
+    return tuple(item.folder for item in ordered)
+
+
+def refuse_writer(run: Run) -> None:
+    """Raise `UsageError` if a job saves to the run."""
+    writer = run.live_writer()
+    if writer is not None:
+        raise UsageError(
+            "refused to delete checkpoints of a run that is in use",
+            where=run.store.url,
+            found=f"a live writer: {writer.who}",
+            remedy="wait until it has ended; `laststep prune` can run beside it",
+        )
 
 
 def no_step(run: Run, listed: Sequence[Listed], step: int) -> NotFoundError:

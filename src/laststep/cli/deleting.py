@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from laststep.browse import open_run
-from laststep.catalog.retention import plan_removal, plan_rollback
+from laststep.catalog.retention import plan_removal, plan_rollback, refuse_writer
 from laststep.cli import output, places
 from laststep.cli.output import count_text, print_json, say, size_text
-from laststep.errors import CorruptError
+from laststep.errors import CorruptError, UsageError
+from laststep.memory import segments
 from laststep.read.verify import verify_checkpoint
+from laststep.storage.registry import real_place
+from laststep.storage.shared_memory import BASE
+from laststep.tiers.snapshots import records_in
 
 if TYPE_CHECKING:
     from laststep.catalog.retention import PrunePlan
@@ -53,7 +57,8 @@ def rollback(
 
 def _carry_out(run: Run, plan: PrunePlan, *, dry_run: bool, yes: bool, as_json: bool) -> None:
     """Delete what the plan names, after verifying the checkpoint that is the newest then."""
-    gone = set(plan.deletions)
+    _refuse_snapshots(run)
+    gone, seen = set(plan.deletions), run.newest_point()
     stays = run.would_descend(item for item in plan.listed if item.folder not in gone)
     newest = stays[-1] if stays else None
     freed_bytes = plan.sharing().freed_bytes(plan.deletions)
@@ -66,7 +71,18 @@ def _carry_out(run: Run, plan: PrunePlan, *, dry_run: bool, yes: bool, as_json: 
             output.confirm(f"delete {count} ({size_text(freed_bytes)}; {left})")
         if newest is not None:
             _check_sound(run, newest.folder, newest.step)
-        deleted = plan.execute()
+
+        def check() -> None:
+            """Nobody may have saved while the user was asked and the bytes were read."""
+            refuse_writer(run)
+            if run.newest_point().term != seen.term:
+                raise UsageError(
+                    "another job has saved to the run meanwhile",
+                    where=run.store.url,
+                    remedy="`laststep ls` lists what there is now; call the command again",
+                )
+
+        deleted = plan.execute(before=check)
     if as_json:
         print_json(
             {
@@ -82,6 +98,19 @@ def _carry_out(run: Run, plan: PrunePlan, *, dry_run: bool, yes: bool, as_json: 
         say(f"{folder}: {would}deleted")
     say(f"{would}deleted: {count_text(len(deleted), 'checkpoint')}, {size_text(freed_bytes)}")
     say("no checkpoint is left" if newest is None else f"the newest is now step {newest.step}")
+
+
+def _refuse_snapshots(run: Run) -> None:
+    """Raise `UsageError` if memory of this machine holds checkpoints of the run that a restart
+    would bring back."""
+    place = real_place(run.store.url)
+    left = [segment for segment in segments.of_dead_processes(BASE, place) if records_in(segment)]
+    if left:
+        raise UsageError(
+            "shared memory holds checkpoints of this run, which the next job would store again",
+            where=left[0].folder,
+            remedy="call `laststep recover` for this run first, then this command again",
+        )
 
 
 def _check_sound(run: Run, folder: str, step: int) -> None:

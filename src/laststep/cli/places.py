@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
@@ -26,9 +27,14 @@ if TYPE_CHECKING:
 
 def _run_within(path: str) -> str:
     """Return the run that an adapter keeps in an output folder, if that folder is none itself."""
-    inside = Path(path, ADAPTERS_RUN)
-    is_run = Path(path, attempt.RUN_NAME).exists()
-    return path if is_run or not Path(inside, attempt.RUN_NAME).exists() else str(inside)
+    local = local_path(path)
+    if local is None:
+        return path
+    inside = Path(local, ADAPTERS_RUN)
+    with contextlib.suppress(OSError):  # the command reports it
+        if not Path(local, attempt.RUN_NAME).exists() and (inside / attempt.RUN_NAME).exists():
+            return str(inside)
+    return path
 
 
 RunPath = Annotated[

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laststep import browse
-from laststep.adapters.framework import advising
-from laststep.checkpointer import Checkpointer
+from laststep.adapters.framework import FrameworkCheckpointer, advising
 from laststep.deepspeed.items import FRAMEWORK, model, optimizer, progress
 from laststep.errors import NotFoundError, UsageError
 from laststep.state.provider import RNG, State, StateProvider
@@ -54,7 +53,7 @@ class _EngineSaving:
         self._paced = bool(settings.get("every") or settings.get("preemption"))
         self._tags: tuple[int, list[str]] = (-1, [])
         """The step of the last save or load, and all its tags."""
-        self.checkpointer = Checkpointer(run, items=self._items, **settings)
+        self.checkpointer = FrameworkCheckpointer(run, items=self._items, **settings)
 
     def save_checkpoint(
         self,

@@ -26,7 +26,7 @@ from transformers.trainer_utils import get_last_checkpoint
 import laststep
 from laststep import deepspeed, fsdp1
 from laststep.accelerate.loaders import item_of, place_in
-from laststep.adapters.framework import advising
+from laststep.adapters.framework import FrameworkCheckpointer, advising
 from laststep.browse import open as open_run
 from laststep.constants import ADAPTERS_RUN
 from laststep.errors import NotFoundError, UsageError
@@ -122,11 +122,10 @@ class _Resume:
     restored: bool = False
 
 
-class _Checkpointer(laststep.Checkpointer):
+class _Checkpointer(FrameworkCheckpointer):
     """Asks for metrics and metadata only once a save is due: the log grows with every step."""
 
     described: Callable[[], tuple[dict[str, Any], dict[str, object]]]
-    _may_lack_items = True  # DeepSpeed, for example, has counts of its own
 
     def save(self, step: Any, **given: Any) -> SaveHandle:
         given["metrics"], given["metadata"] = self.described()

@@ -31,6 +31,7 @@ _RANDOM: Final = "laststep.random"
 """The key of a worker's random numbers in the state of its dataset."""
 _OWN: Final = "laststep.own"
 """The key of the dataset's own state there, if it has one."""
+_METHODS: Final = ("state_dict", "load_state_dict")
 _PLAIN: Final = (list, tuple, range)
 """Datasets that draw nothing."""
 
@@ -95,13 +96,15 @@ def _why_not(loader: Any) -> str | None:
         return "its iterable dataset has a state of its own" if _has_state(dataset) else None
     if not (hasattr(dataset, "__dict__") or isinstance(dataset, _PLAIN)):
         return f"its dataset is a {type(dataset).__name__}, which takes no attributes"
+    if any(isinstance(getattr(type(dataset), name, None), property) for name in _METHODS):
+        return "its dataset has a property instead of the method state_dict()"
     if getattr(loader, "_iterator", None) is not None:
         return "it was iterated before the Checkpointer was made"
     return None
 
 
 def _has_state(dataset: object) -> bool:
-    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    return all(hasattr(dataset, name) for name in _METHODS)
 
 
 def _iterator_of_resumed(loader: Any) -> object:
@@ -142,7 +145,8 @@ def _init_worker(init: Callable[[int], object] | None, worker: int) -> None:
             own[1](state[_OWN])
         _set_random_state(state[_RANDOM])
 
-    dataset.state_dict, dataset.load_state_dict = state_dict, load_state_dict
+    for name, method in zip(_METHODS, (state_dict, load_state_dict), strict=True):
+        object.__setattr__(dataset, name, method)  # also if the class is frozen
 
 
 def _random_state() -> dict[str, Any]:

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 
-from laststep.adapters.framework import Framework, advising
+from laststep.adapters.framework import Framework, FrameworkCheckpointer, advising
 from laststep.catalog.retention import Keep
-from laststep.checkpointer import Checkpointer
 from laststep.errors import UsageError
 from laststep.settings import as_keywords
 from laststep.state.provider import RNG, PerRank, StateDictProvider
@@ -90,7 +89,7 @@ class Manager(CheckpointManager):  # type: ignore[misc]
         if settings.get("preemption"):
             settings.setdefault("every", config.interval)  # preemption is checked at each step
         self._by_step = "every" in settings
-        self._ckpt = Checkpointer(
+        self._ckpt = FrameworkCheckpointer(
             None if "tiers" in settings else self.folder, items=self._items, **as_keywords(settings)
         )
 

@@ -88,7 +88,8 @@ def published(target: str | os.PathLike[str], *, replace: bool = False) -> Itera
     except BaseException as error:
         with signals.defer_signals():
             shutil.rmtree(staging, ignore_errors=True)
-            staging.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                staging.unlink()  # a file
             with contextlib.suppress(OSError):
                 for folder in above:
                     folder.rmdir()

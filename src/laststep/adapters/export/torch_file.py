@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from laststep.adapters.export.folder import Exported, ItemTensors, new_file, published
+from laststep.constants import with_article
 from laststep.errors import UsageError
 from laststep.state.optimizers import torch_form
 from laststep.state.tensors import revive
@@ -103,9 +104,13 @@ def _plain(value: Any, where: str) -> Any:
     of = functools.partial(_plain, where=where)
     match value:
         case np.ndarray():
-            return torch.from_numpy(np.ascontiguousarray(value).copy())
-        case np.generic():
-            return value.item()
+            native = value.astype(value.dtype.newbyteorder("="), order="C")
+            try:
+                return torch.from_numpy(native)
+            except TypeError:  # torch has no such dtype
+                raise _unreadable(value, where) from None
+        case np.generic() if not isinstance(value.item(), np.generic):
+            return of(value.item())
         case dict():
             made = {of(key): of(inner) for key, inner in value.items()}
             return OrderedDict(made) if isinstance(value, OrderedDict) else made
@@ -115,4 +120,17 @@ def _plain(value: Any, where: str) -> Any:
             return tuple(of(inner) for inner in value)
         case set() | frozenset():
             return set(map(of, value))
+        case slice() | range() | np.generic():
+            raise _unreadable(value, where)
+    if type(value).__module__ in ("datetime", "decimal", "fractions", "pathlib"):
+        raise _unreadable(value, where)
     return value
+
+
+def _unreadable(value: object, where: str) -> UsageError:
+    return UsageError(
+        "cannot export a value that torch.load refuses",
+        where=where,
+        found=with_article(type(value)),
+        remedy="export the items without it, each with --item",
+    )

@@ -37,7 +37,7 @@ def export_trainer(
     """Write a new folder. `run` is the folder of the run, if it is on this machine."""
     items, stamp = checkpoint.items(), checkpoint.metadata
     is_trainers = isinstance(stamp, dict) and stamp.get("framework") == "transformers"
-    beside = [] if run is None else sorted(run.parent.glob("checkpoint-*"), key=_number)
+    beside = [] if run is None else sorted(run.parent.glob("checkpoint-*/"), key=_number)
     if not is_trainers or "counts" in items or checkpoint.ranks > 1:
         raise UsageError(
             "only the checkpoints of a Trainer with one rank and without DeepSpeed can become its "
