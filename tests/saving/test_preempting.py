@@ -17,7 +17,7 @@ from expect import raises
 from laststep import preempting
 from laststep.checkpointer import Checkpointer
 from laststep.errors import StorageError, UsageError
-from laststep.events import Bus
+from laststep.events import Bus, PreemptionEnded
 from laststep.preempting import Preempting
 from laststep.process.signals import preemption_signal
 from laststep.ranks.group import Rank
@@ -239,3 +239,22 @@ def test_without_it_no_handler_is_installed_and_what_is_none_is_refused(run_fold
             assert not ckpt.preempted
     with raises(UsageError, found="'30 s'", remedy="preemption=True"):
         Checkpointer(run_folder, state={"n": 1}, preemption="30 s")  # type: ignore[arg-type]
+
+
+def test_a_job_that_saves_nothing_is_not_said_to_have_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LASTSTEP_DISABLED", "1")
+    events: list[object] = []
+    ckpt = Checkpointer(
+        tmp_path / "run",
+        s={"n": 1},
+        preemption=Preemption(signals=("SIGUSR1",), exit_code=None),
+        options=Options(flush="thread", progress=False, subscribers=(events.append,)),
+    )
+    with ckpt:
+        signal.raise_signal(signal.SIGUSR1)
+        wait_until(lambda: ckpt.step(0) is not None or ckpt.preempted)
+    [ended] = [event for event in events if isinstance(event, PreemptionEnded)]
+    assert (ended.committed, "LASTSTEP_DISABLED" in ended.problem) == (False, True)
+    assert not (tmp_path / "run").exists()
