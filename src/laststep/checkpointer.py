@@ -121,7 +121,8 @@ class Checkpointer(single.OnlyOne):
         self._turn = Turn()
         self._closed = False
         self._pid = os.getpid()
-        self._is_off = os.environ.get(DISABLED, "0") not in ("", "0")
+        asked_off = os.environ.get(DISABLED, "").lower() not in ("", "0", "false", "no")
+        self._is_off = asked_off and self._can_be_off
         by_others = rank.ranks > 1 or settings.flush is FlushIn.PROCESS
         self._context = context = RunContext(
             store=open_store(places.primary, shared=by_others),
@@ -163,6 +164,7 @@ class Checkpointer(single.OnlyOne):
         return f"<Checkpointer of {self.path}: {', '.join(self._context.providers)}{state}>"
 
     _who = staticmethod(this_rank)
+    _can_be_off = True
     _may_lack_items = False
     """True in adapters whose items depend on how the framework trains this time."""
 

@@ -63,6 +63,8 @@ class _SoleCheckpointer(Checkpointer):
     """A Checkpointer for this process only, even if its job has other ranks."""
 
     _who = staticmethod(functools.partial(Rank, 0, 1))
+    _may_lack_items = True  # an import adds what it has
+    _can_be_off = False
 
 
 def save(

@@ -546,6 +546,9 @@ class Resuming:
         after = None if newest is None else parse_folder(newest.folder)
         self._work.client.continue_from(Continue(after=after, seen=seen))
         self._knows_lineage = True
+        if newest is not None and newest.commit is not None and self._context.rank.ranks == 1:
+            stored = {item.name for item in newest.commit.items}
+            self._absent = sorted(stored - self._context.providers.keys())
 
     @contextlib.contextmanager
     def _looking(self, call: str) -> Iterator[tuple[Store, Ranks]]:

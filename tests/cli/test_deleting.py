@@ -44,11 +44,13 @@ def test_rm_deletes_what_a_step_had_replaced_too(maker, laststep: Callable) -> N
     assert steps(maker) == [10]
 
 
-def test_rm_says_which_branch_comes_back(run, laststep: Callable) -> None:
+def test_rm_refuses_to_bring_an_abandoned_branch_back(run, laststep: Callable) -> None:
     laststep("rm", run.path, 25, "--yes")
-    document = laststep("rm", run.path, 35, "--yes", "--json").json()
-    assert document["newest"] == 40
-    assert library.open(run.path).latest().step == 40
+    ended = laststep("rm", run.path, 35, "--yes")
+    assert (ended.status, names(ended.err, "step 40", "rollback")) == (2, True)
+    assert steps(run) == [10, 20, 30, 40, 35]
+    laststep("rollback", run.path, 20, "--yes")
+    assert steps(run) == [10, 20]
 
 
 def test_rollback_makes_a_step_the_newest(run, laststep: Callable) -> None:
@@ -80,7 +82,8 @@ def test_a_missing_step_is_answered_with_its_neighbours(run, laststep, command: 
 
 
 def test_an_abandoned_step_is_no_place_to_roll_back_to(run, laststep: Callable) -> None:
-    assert laststep("rollback", run.path, 40, "--yes").status == 1
+    ended = laststep("rollback", run.path, 40, "--yes")
+    assert (ended.status, names(ended.err, "step 40", "lineage")) == (1, True)
     assert len(steps(run)) == 6
 
 

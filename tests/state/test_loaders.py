@@ -11,16 +11,17 @@ import pytest
 import torch
 
 import laststep
-from expect import warned
+from expect import raises, warned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
 stateful = pytest.importorskip("torchdata.stateful_dataloader")
+stateful_sampler = pytest.importorskip("torchdata.stateful_dataloader.sampler")
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
-EPOCHS, BATCHES, BATCH = 2, 4, 3
+EPOCHS, BATCHES, BATCH = 3, 4, 3
 
 
 class Drawing(torch.utils.data.Dataset):
@@ -102,7 +103,7 @@ def train(run: Path, make: Callable[[], object], save_at: int, resumed: list[obj
     return batches
 
 
-@pytest.mark.parametrize("save_at", [2, BATCHES])
+@pytest.mark.parametrize("save_at", [2, BATCHES + 1])
 @pytest.mark.parametrize(
     "make",
     [
@@ -126,6 +127,30 @@ def test_a_resumed_loop_sees_the_same_numbers(
     for again, before in zip(rest, whole[save_at:], strict=True):
         assert torch.equal(again, before)
     assert not warned(caplog, "workers")
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        torch.utils.data.WeightedRandomSampler([1.0] * 12, 12),
+        torch.utils.data.RandomSampler(range(12)),
+        stateful_sampler.RandomSampler(range(12), replacement=True),
+    ],
+    ids=["weighted", "torch", "replacement"],
+)
+def test_an_order_that_cannot_be_restored_is_told(
+    sampler: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = loader(Drawing(), sampler=sampler, shuffle=None, num_workers=0)
+    laststep.Checkpointer(tmp_path / "run", loader=data).close()
+    assert len(warned(caplog, type(sampler).__name__, "order")) == 1
+
+
+def test_another_number_of_workers_is_a_mismatch(tmp_path: Path) -> None:
+    train(tmp_path / "run", lambda: loader(Drawing()), 2, [])
+    for workers in (0, 1):
+        with raises(laststep.MismatchError, f"num_workers=2, here it is {workers}"):
+            train(tmp_path / "run", lambda: loader(Drawing(), num_workers=workers), 0, [])  # noqa: B023
 
 
 def test_what_cannot_be_restored_is_told_once(

@@ -282,7 +282,10 @@ def plan_rollback(run: Run, step: int) -> PrunePlan:
     listed, _ = run.look()
     target = [item for item in listed if item.step == step and item.on_lineage and item.is_whole]
     if not target:
-        raise no_step(run, [item for item in listed if item.on_lineage], step)
+        error = no_step(run, [item for item in listed if item.on_lineage], step)
+        if any(item.step == step for item in listed):
+            error.what = f"step {step} is no whole checkpoint of the lineage"
+        raise error
     later = [item for item in listed if item.point > target[-1].point]
     return _chosen_plan(run, listed, later)
 

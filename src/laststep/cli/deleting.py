@@ -61,6 +61,13 @@ def _carry_out(run: Run, plan: PrunePlan, *, dry_run: bool, yes: bool, as_json: 
     gone, seen = set(plan.deletions), run.newest_point()
     stays = run.would_descend(item for item in plan.listed if item.folder not in gone)
     newest = stays[-1] if stays else None
+    abandoned = [item for item in plan.listed if item.folder not in gone and not item.on_lineage]
+    if newest is not None and newest.folder in {item.folder for item in abandoned}:
+        raise UsageError(
+            f"an abandoned branch would become the lineage, with step {newest.step} as its newest",
+            where=run.store.url,
+            remedy="`laststep rollback` goes back to a step of the lineage and deletes the branch",
+        )
     freed_bytes = plan.sharing().freed_bytes(plan.deletions)
     would = "would be " if dry_run else ""
     deleted = plan.deletions
@@ -97,7 +104,8 @@ def _carry_out(run: Run, plan: PrunePlan, *, dry_run: bool, yes: bool, as_json: 
     for folder in deleted:
         say(f"{folder}: {would}deleted")
     say(f"{would}deleted: {count_text(len(deleted), 'checkpoint')}, {size_text(freed_bytes)}")
-    say("no checkpoint is left" if newest is None else f"the newest is now step {newest.step}")
+    left = "no checkpoint" if newest is None else f"step {newest.step}"
+    say(f"{'then the newest is' if dry_run else 'the newest is now'}: {left}")
 
 
 def _refuse_snapshots(run: Run) -> None:

@@ -16,17 +16,24 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    get_worker_info,
+)
 
 from laststep.state.provider import State, StateDictProvider, handing_over
+from laststep.state.tree import Owned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
-_GENERATOR: Final = "laststep.generator"
-"""The key of the loader's generator in its state."""
+_GENERATORS: Final = "laststep.generators"
+"""The key of the generators of the loader in its state."""
 _RANDOM: Final = "laststep.random"
 """The key of a worker's random numbers in the state of its dataset."""
 _OWN: Final = "laststep.own"
@@ -49,6 +56,7 @@ class LoaderProvider(StateDictProvider):
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
+        self._warn_of_sampler()
         if not loader.num_workers:
             return
         init = loader.worker_init_fn
@@ -67,25 +75,70 @@ class LoaderProvider(StateDictProvider):
 
     def describe(self) -> State:
         described = super().describe()
-        generator = self._loader.generator
-        if generator is None or not isinstance(described.value, dict):
-            return described
-        value = {**described.value, _GENERATOR: generator.get_state()}
+        owned: Any = described.value
+        states = [generator.get_state() for generator in _generators(self._loader)]
+        value = Owned(owned.owner, {**owned.state, _GENERATORS: states})
         return State(value=value, fresh=described.fresh)
+
+    def check(self, stored: object) -> list[str]:
+        """Return a mismatch for another number of workers, with which torchdata cannot resume."""
+        if not isinstance(stored, dict):
+            return []
+        match stored:
+            case {"_snapshot": {"_main_snapshot": {"_num_workers": int(workers)}}}:
+                pass
+            case _:
+                workers = 0
+        if workers == self._loader.num_workers:
+            return []
+        return [f"was saved with num_workers={workers}, here it is {self._loader.num_workers}"]
 
     def restore(self, value: object) -> None:
         loader = self._loader
         with handing_over("load_state_dict of StatefulDataLoader"):
-            state = dict(value) if isinstance(value, dict) else value
-            generator = state.pop(_GENERATOR, None) if isinstance(state, dict) else None
+            state = dict(value) if isinstance(value, dict) else {}
+            states = state.pop(_GENERATORS, ())
             loader.load_state_dict(state)
-            if generator is not None and loader.generator is not None:
-                loader.generator.set_state(generator)
+            for generator, stored in zip(_generators(loader), states, strict=False):
+                generator.set_state(stored)
             loader._get_iterator = functools.partial(_iterator_of_resumed, loader)
+
+    def _warn_of_sampler(self) -> None:
+        """Warn if the order of the samples is drawn by something that torchdata cannot restore."""
+        loader = self._loader
+        if isinstance(loader.dataset, IterableDataset):
+            return
+        parts = (loader.batch_sampler, loader.sampler)
+        drawn = [type(part).__name__ for part in parts if not _restores_order(part)]
+        if drawn:
+            log.warning(
+                "the order of samples that %s draws is not restored: give it state_dict() and "
+                "load_state_dict(), use shuffle=True, or draw the order from a seed and the epoch",
+                drawn[0],
+            )
 
     @property
     def _loader(self) -> Any:
         return self._owner
+
+
+def _restores_order(sampler: Any) -> bool:
+    """Return True for torchdata's samplers, for torch's that draw nothing or only by the epoch, and
+    for those with a state."""
+    if sampler is None or _has_state(sampler):
+        return True
+    kind = type(sampler)
+    if kind.__module__.startswith("torchdata."):
+        return not getattr(sampler, "replacement", False)
+    return kind in (SequentialSampler, BatchSampler, DistributedSampler)
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators of a loader and of torchdata's sampler, each once."""
+    found = [loader.generator]
+    if type(loader.sampler).__module__.startswith("torchdata."):
+        found.append(getattr(loader.sampler, "generator", None))
+    return list({id(one): one for one in found if one is not None}.values())
 
 
 def _why_not(loader: Any) -> str | None:
@@ -111,14 +164,14 @@ def _iterator_of_resumed(loader: Any) -> object:
     """Create the iterator of a loader for the first time after its state was restored. That draws
     random numbers that the uninterrupted training drew when the epoch began."""
     del loader._get_iterator  # of this object: from now on that of its class
-    before = _random_state()
-    own = None if loader.generator is None else loader.generator.get_state()
+    before, generators = _random_state(), _generators(loader)
+    states = [generator.get_state() for generator in generators]
     try:
         return loader._get_iterator()
     finally:
         _set_random_state(before)
-        if own is not None:
-            loader.generator.set_state(own)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def _init_worker(init: Callable[[int], object] | None, worker: int) -> None:

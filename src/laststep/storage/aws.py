@@ -26,7 +26,7 @@ _FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE"
 def profile() -> tuple[S3Config, Callable[[], S3Credential] | None]:
     """Return the region and the credentials of the profile in use; empty if there is none, or if
     the environment has credentials. Raise `UsageError` if it cannot be read."""
-    asked = os.environ.get("AWS_PROFILE")
+    asked = os.environ.get("AWS_PROFILE") or None
     files = [Path(os.environ.get(name, path)).expanduser() for name, path in _FILES.items()]
     if "AWS_ACCESS_KEY_ID" in os.environ or not (asked or any(file.is_file() for file in files)):
         return {}, None
