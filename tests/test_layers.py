@@ -24,6 +24,7 @@ PACKAGE = SOURCE / "laststep"
 MAY_IMPORT_TORCH = (
     "state/collecting.py",
     "state/items.py",
+    "state/loaders.py",
     "state/modules.py",
     "state/optimizers.py",
     "state/provider.py",

@@ -286,11 +286,14 @@ def test_a_run_that_another_job_has_taken_over_is_left_alone(tmp_path: Path) -> 
 
 def test_a_later_epoch_of_the_same_trainer_is_continued(tmp_path: Path) -> None:
     save({"w": torch.ones(1)}, tmp_path, 1)
-    with laststep.Checkpointer(
-        tmp_path, w={"w": torch.ones(1)}, options=laststep.Options(flush="thread", progress=False)
-    ) as ckpt:
+    options = laststep.Options(flush="thread", progress=False)
+    with laststep.Checkpointer(tmp_path, model={"w": torch.ones(1)}, options=options) as ckpt:
         ckpt.continue_newest()
         ckpt.save(2).wait()
+    with laststep.Checkpointer(tmp_path, other={"w": torch.ones(1)}, options=options) as ckpt:
+        ckpt.continue_newest()
+        with raises(laststep.UsageError, expected="model"):
+            ckpt.save(3)
     save({"w": torch.ones(1)}, tmp_path, 3)
     assert steps(tmp_path) == [1, 2, 3]
 

@@ -208,7 +208,7 @@ def preflight(**fields: object) -> events.Preflight:
     ("event", "line"),
     [
         (preflight(), ("10.74 GB",)),
-        (preflight(kept_checkpoints=3), ("10.74 GB", "209.72 MB", "3")),
+        (preflight(kept_checkpoints=3), ("104.86 MB", "1.07 GB", "209.72 MB", "3", "10.74 GB")),
         (preflight(free_disk_bytes=None), ("unknown",)),
     ],
 )
@@ -225,7 +225,7 @@ def test_the_line_before_the_first_save_reads_well_whatever_is_unknown(
 def test_a_disk_that_is_short_is_told(caplog: pytest.LogCaptureFixture) -> None:
     log_event(preflight(kept_checkpoints=4, free_disk_bytes=0))
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
-    assert names(record.getMessage(), "only 0 bytes", "209.72 MB", "4")
+    assert names(record.getMessage(), "209.72 MB", "4", "only 0 bytes")
 
 
 def test_a_part_without_a_live_item_is_told_from_one_that_is_not_stored(

@@ -86,10 +86,7 @@ class World:
             for parameter, entries in self.optimizer.state.items()
             if entries
         }
-        options = [
-            {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            for group in self.optimizer.param_groups
-        ]
+        options = [options_of(group) for group in self.optimizer.param_groups]
         return {
             "model": written_down(dict(self.model.state_dict())),
             "state": ("dict", sorted(state.items())),
@@ -122,6 +119,10 @@ class World:
         self.extra.update(_copied(extra))  # type: ignore[call-overload]
 
 
+def options_of(group: dict[str, object]) -> dict[str, object]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
 def loaded_as_written(loaded: dict[str, object]) -> dict[str, object]:
     """What `laststep.load` gives, in the form of `World.written_down`."""
     optimizer = loaded["optimizer"]
@@ -129,7 +130,7 @@ def loaded_as_written(loaded: dict[str, object]) -> dict[str, object]:
     return {
         "model": written_down(loaded["model"]),
         "state": ("dict", sorted(state.items())),
-        "options": written_down([group["options"] for group in optimizer["groups"]]),  # type: ignore[index]
+        "options": written_down([options_of(group) for group in optimizer["param_groups"]]),  # type: ignore[index]
         "extra": written_down(loaded["extra"]),
     }
 
