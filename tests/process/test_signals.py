@@ -230,3 +230,24 @@ def test_each_thread_has_a_limit_of_its_own() -> None:
         thread.start()
         thread.join()
     assert found == [False, True]
+
+
+def test_handlers_that_an_interrupt_has_left_do_not_pile_up() -> None:
+    def handler(*_: object) -> None:
+        pass
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        for _ in range(50):  # as if a handler had raised before the block was left
+            signals.defer_signals().__enter__()
+            signals._holding = None
+        with signals.defer_signals():
+            assert len(repr(signal.getsignal(signal.SIGUSR1))) < 200
+        assert signal.getsignal(signal.SIGUSR1) is handler
+    finally:
+        for number in signals._NUMBERS:
+            if isinstance(
+                getattr(signal.getsignal(number), "__self__", None), signals.defer_signals
+            ):
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, before)

@@ -55,12 +55,18 @@ class defer_signals(  # noqa: N801 (called like a function: `with defer_signals(
     _came: dict[int, float] = {}
     """Deferred signals, with the time of arrival."""
 
+    def __repr__(self) -> str:
+        return "defer_signals()"  # `signal.signal` takes the repr of a handler: keep it short
+
     def __enter__(self) -> None:
         global _holding  # noqa: PLW0603 (there is one main thread)
         if _holding is not None or not on_main_thread():
             return
         for number in _NUMBERS:
             handler = signal.getsignal(number)
+            # A handler that raised inside of these methods has left one of ours installed.
+            while isinstance(stale := getattr(handler, "__self__", None), defer_signals):
+                handler = stale._before.get(number, signal.SIG_DFL)  # noqa: SLF001 (of this class)
             # One that only records the signal never raises, so it runs at once.
             if callable(handler) and not isinstance(handler, RecordedSignals):
                 self._before[number] = handler
