@@ -61,8 +61,8 @@ def _carry_out(run: Run, plan: PrunePlan, *, dry_run: bool, yes: bool, as_json: 
     gone, seen = set(plan.deletions), run.newest_point()
     stays = run.would_descend(item for item in plan.listed if item.folder not in gone)
     newest = stays[-1] if stays else None
-    abandoned = [item for item in plan.listed if item.folder not in gone and not item.on_lineage]
-    if newest is not None and newest.folder in {item.folder for item in abandoned}:
+    lineage = {item.folder for item in plan.listed if item.on_lineage}
+    if newest is not None and newest.folder not in lineage:
         raise UsageError(
             f"an abandoned branch would become the lineage, with step {newest.step} as its newest",
             where=run.store.url,

@@ -90,7 +90,7 @@ class RankPlan(NamedTuple):
     rank: tuple[int, int]
     """Number and count."""
     locations: dict[str, Path]
-    """Of its entries, by name."""
+    """Paths of its entries in the state, by name."""
     own: bool
     """True if the rank saves separately: its part of a tensor is stored as a tensor by itself."""
 

@@ -85,7 +85,7 @@ class Chosen(AttemptName, frozen=True, kw_only=True):
 
 
 class _Finding(enum.StrEnum):
-    """What rank 0 finds out about a checkpoint that failed to open or to verify on some rank."""
+    """The findings of rank 0 about a checkpoint that failed to open or verify on some rank."""
 
     DAMAGED = "damaged"
     DELETED = "deleted"
