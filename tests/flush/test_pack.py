@@ -59,6 +59,7 @@ def overlap(writes: Sequence[tuple[int, int]]) -> bool:
 
 
 @pytest.mark.parametrize("alignment", [1, 512, 4096])
+@pytest.mark.parametrize("aligned", ["none", "all", "every other"])
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -73,11 +74,15 @@ def overlap(writes: Sequence[tuple[int, int]]) -> bool:
     ],
     ids=str,
 )
-def test_blocks_lie_at_the_offsets_returned(sizes: list[int], alignment: int) -> None:
+def test_blocks_lie_at_the_offsets_returned(sizes: list[int], aligned: str, alignment: int) -> None:
     chance = random.Random(sum(sizes))
     memory = Memory(alignment, sum(sizes) + 4096)
     writer = PackWriter(memory)
-    blocks = [(writer.append(data), data) for data in map(chance.randbytes, sizes)]
+    in_memory = itertools.cycle({"none": [False], "all": [True]}.get(aligned, [True, False]))
+    blocks = [
+        (writer.append(data, is_aligned=next(in_memory)), data)
+        for data in map(chance.randbytes, sizes)
+    ]
     writer.finish()
     assert writer.size_bytes == memory.finished == sum(sizes)
     at = 0
@@ -86,6 +91,20 @@ def test_blocks_lie_at_the_offsets_returned(sizes: list[int], alignment: int) ->
         assert memory.data[start : start + len(data)] == data
         at += len(data)
     assert not overlap(memory.writes)
+
+
+def test_aligned_memory_is_written_without_a_copy() -> None:
+    memory = Memory(4096, 1 << 20)
+    writer = PackWriter(memory)
+    writer.append(bytes(5 * 4096), is_aligned=True)
+    assert memory.writes == [(0, 5 * 4096)]
+    writer.append(bytes(2 * 4096 + 1), is_aligned=True)
+    assert memory.writes[1:] == [(5 * 4096, 7 * 4096)]
+    writer.append(bytes(4096), is_aligned=True)  # behind a byte that waits in a piece
+    assert len(memory.writes) == 2
+    writer.finish()
+    assert memory.writes[2:] == [(7 * 4096, 9 * 4096)]
+    assert memory.finished == 8 * 4096 + 1
 
 
 def test_several_threads_append_at_once() -> None:
@@ -97,7 +116,7 @@ def test_several_threads_append_at_once() -> None:
         chance = random.Random(seed)
         for _ in range(60):
             data = chance.randbytes(chance.choice([1, 100, 4096, PIECE - 1, PIECE, PIECE + 9]))
-            blocks.append((writer.append(data), data))
+            blocks.append((writer.append(data, is_aligned=chance.random() < 0.5), data))
 
     threads = [threading.Thread(target=go, args=(seed,)) for seed in range(4)]
     for thread in threads:
@@ -110,7 +129,6 @@ def test_several_threads_append_at_once() -> None:
     for start, data in blocks:
         assert memory.data[start : start + len(data)] == data
     assert not overlap(memory.writes)
-    assert len(memory.writes) == -(-writer.size_bytes // PIECE)
 
 
 def test_closing_closes_the_file() -> None:

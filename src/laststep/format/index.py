@@ -87,13 +87,6 @@ class BlockRef(NamedTuple):
     encoding: int = RAW
     base: BaseRef | None = None
 
-    def renumbered(self, numbers: Mapping[int, int]) -> BlockRef:
-        """Return the same block in an index with other file numbers."""
-        base = self.base
-        if base is not None:
-            base = base._replace(block=base.block.renumbered(numbers))
-        return self._replace(file=numbers[self.file], base=base)
-
 
 class BaseRef(NamedTuple):
     """The block that another one is encoded against."""
@@ -114,6 +107,11 @@ class BlockRun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     bases: tuple[BlockRun, ...] = ()
     """Runs of the bases, with the same number of blocks; empty if there are none."""
     base_digests: bytes = b""
+
+    def renumbered(self, numbers: Mapping[int, int]) -> BlockRun:
+        """Return the same blocks in an index with other file numbers."""
+        bases = tuple(base.renumbered(numbers) for base in self.bases)
+        return msgspec.structs.replace(self, file=numbers[self.file], bases=bases)
 
 
 class StoredLayout(

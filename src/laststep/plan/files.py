@@ -17,7 +17,7 @@ from msgspec import structs
 
 from laststep.constants import DTYPES, MAX_HEADER_BYTES
 from laststep.errors import NotFoundError
-from laststep.format.index import folder_of, runs_of
+from laststep.format.index import folder_of
 from laststep.format.layout import FileLayout, Part, TensorEntry, header_bytes_of
 from laststep.format.manifest import ItemRecord
 
@@ -204,9 +204,7 @@ def only_items(index: Index, items: Collection[str]) -> Index:
         index,
         files=tuple(index.files[number] for number in sorted(used)),
         layouts=tuple(
-            structs.replace(
-                stored, runs=runs_of([ref.renumbered(number_of) for ref in stored.refs()])
-            )
+            structs.replace(stored, runs=tuple(run.renumbered(number_of) for run in stored.runs))
             for stored in layouts
         ),
         values={name: data for name, data in index.values.items() if name in items},
