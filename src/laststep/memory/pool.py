@@ -14,9 +14,7 @@ late: the flusher and the command line use this module too.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
-import mmap
 import os
 import sys
 import threading
@@ -28,7 +26,7 @@ from laststep.constants import CHUNK_BYTES
 from laststep.errors import LaststepError, StorageError, UsageError
 from laststep.memory import segments as memory
 from laststep.process import signals
-from laststep.process.system import HUGE_PAGE_BYTES, prefer_huge_pages
+from laststep.process.system import HUGE_PAGE_BYTES
 from laststep.process.threads import Worker, WorkerPool
 
 if TYPE_CHECKING:
@@ -496,12 +494,3 @@ class ReadBuffers(Slots):
     def view(self, slot: int) -> memoryview:
         at = self._first + slot * self.slot_bytes
         return self._mapping.view[at : at + self.slot_bytes]
-
-
-def huge_pages(size_bytes: int) -> memoryview:
-    """Return an aligned buffer in huge pages, for readers without slots; its last view frees it."""
-    mapped = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-    prefer_huge_pages(address, len(mapped))
-    first = -address % HUGE_PAGE_BYTES
-    return memoryview(mapped)[first : first + size_bytes]

@@ -8,6 +8,7 @@ import ctypes
 import errno
 import functools
 import logging
+import mmap
 import os
 import weakref
 from typing import TYPE_CHECKING
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 
 HUGE_PAGE_BYTES = 2 << 20
-_MADV_HUGEPAGE = 14
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -35,7 +35,16 @@ def prefer_huge_pages(address: int, size_bytes: int) -> None:
     first = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     whole = (address + size_bytes - first) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if whole > 0:
-        advise(first, whole, _MADV_HUGEPAGE)
+        advise(first, whole, mmap.MADV_HUGEPAGE)
+
+
+def huge_pages(size_bytes: int) -> memoryview:
+    """Return an aligned buffer, in huge pages if the system has them; its last view frees it."""
+    mapped = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    prefer_huge_pages(address, len(mapped))
+    first = -address % HUGE_PAGE_BYTES
+    return memoryview(mapped)[first : first + size_bytes]
 
 
 def told(path: str) -> str:

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from laststep.constants import ALIGN_BYTES, CHUNK_BYTES, align_up
-from laststep.memory.pool import huge_pages
 from laststep.plan.reads import Chunk
 from laststep.process import signals
+from laststep.process.system import huge_pages
 from laststep.process.threads import Worker, WorkerPool
 from laststep.read.blocks import MANY_LAYOUTS, refuse
 

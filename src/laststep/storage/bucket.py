@@ -229,7 +229,7 @@ class Bucket:
             for key in keys if len(keys) > 1 else ():
                 self.delete([key])
 
-    def upload(self, key: str, first: bytes, part_bytes: int) -> Upload:
+    def upload(self, key: str, first: bytes | memoryview, part_bytes: int) -> Upload:
         """Start a multipart upload, front to back, with the first bytes of an object."""
 
         def attempt() -> Upload:
@@ -388,7 +388,7 @@ class Upload:
     """A multipart upload with several parts in flight; used by one thread at a time.
 
     The object is not visible before `finish`. obstore retries each part until the deadline. Data
-    must be `bytes`, not a view of memory that will be reused, because obstore sends from it later.
+    must not be a view of memory that will be reused, because obstore sends from it later.
     """
 
     def __init__(self, bucket: Bucket, key: str, part_bytes: int) -> None:
@@ -402,7 +402,7 @@ class Upload:
             attributes={TOKEN: self._token},
         )
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         self._bucket.ask_once("write", self._key, lambda: self.file.write(data))
 
     def finish(self) -> None:

@@ -15,6 +15,7 @@ import threading
 from typing import IO, TYPE_CHECKING
 
 from laststep.errors import LaststepError, StorageError, UsageError
+from laststep.process.system import HUGE_PAGE_BYTES, huge_pages
 from laststep.storage.bucket import Missing
 from laststep.storage.files import failed
 
@@ -39,18 +40,27 @@ def part_bytes_of(expected_bytes: int) -> int:
     return max(PART_BYTES, needed)
 
 
+def _copied(data: memoryview) -> bytes | memoryview:
+    """Return a copy that nobody else changes: obstore sends from it later."""
+    if data.nbytes < HUGE_PAGE_BYTES:
+        return bytes(data)
+    copy = huge_pages(data.nbytes)
+    copy[:] = data
+    return copy
+
+
 class _EarlyWrites:
     """Writes that came before their turn, by offset."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, bytes | int] = {}
+        self._kept: dict[int, bytes | memoryview | int] = {}
         """The bytes, or their number if they are on disk, at their own offset in a file."""
         self._memory_bytes = 0
         self._file: IO[bytes] | None = None
 
     def add(self, offset: int, data: memoryview) -> None:
         if self._memory_bytes + data.nbytes <= EARLY_BYTES:
-            self._kept[offset] = bytes(data)
+            self._kept[offset] = _copied(data)
             self._memory_bytes += data.nbytes
             return
         done = 0
@@ -69,15 +79,14 @@ class _EarlyWrites:
         """Return the smallest offset; None if there are no early writes."""
         return min(self._kept, default=None)
 
-    def take(self, offset: int) -> bytes | None:
+    def take(self, offset: int) -> bytes | memoryview | None:
         """Remove and return the write at that offset; None if there is none."""
         kept = self._kept.pop(offset, None)
-        if isinstance(kept, int) and self._file is not None:
-            return os.pread(self._file.fileno(), kept, offset)
-        if isinstance(kept, bytes):
+        if isinstance(kept, int):
+            return None if self._file is None else os.pread(self._file.fileno(), kept, offset)
+        if kept is not None:
             self._memory_bytes -= len(kept)
-            return kept
-        return None
+        return kept
 
     def clear(self) -> None:
         self._kept.clear()
@@ -98,7 +107,7 @@ class ObjectWriter:
         self._part_bytes = part_bytes_of(expected_bytes)
         self._mutex = threading.RLock()
         self._early = _EarlyWrites()
-        self._first = bytearray()
+        self._first: list[bytes | memoryview] = []
         """The start of the file, until it exceeds one part."""
         self._sent_bytes = 0
         self._upload: Upload | None = None
@@ -120,15 +129,15 @@ class ObjectWriter:
             if offset > self._sent_bytes:
                 self._early.add(offset, flat)
                 return
-            self._send(bytes(flat))
+            self._send(_copied(flat))
 
-    def _send(self, data: bytes) -> None:
-        piece: bytes | None = data
+    def _send(self, data: bytes | memoryview) -> None:
+        piece: bytes | memoryview | None = data
         while piece is not None:
             self._send_one(piece)
             piece = self._early.take(self._sent_bytes)
 
-    def _send_one(self, data: bytes) -> None:
+    def _send_one(self, data: bytes | memoryview) -> None:
         self._sent_bytes += len(data)
         try:
             if self._sent_bytes > MOST_PARTS * self._part_bytes:
@@ -142,10 +151,11 @@ class ObjectWriter:
             if self._upload is not None:
                 self._upload.write(data)
                 return
-            self._first += data
-            if len(self._first) > self._part_bytes:
-                first, self._first = bytes(self._first), bytearray()
-                self._upload = self._bucket.upload(self._key, first, self._part_bytes)
+            self._first.append(data)
+            if self._sent_bytes > self._part_bytes:
+                first, self._first = self._first, []
+                data = first[0] if len(first) == 1 else b"".join(first)
+                self._upload = self._bucket.upload(self._key, data, self._part_bytes)
         except LaststepError as error:
             self._error = error
             raise
@@ -161,7 +171,7 @@ class ObjectWriter:
                 if self._upload is not None:
                     self._upload.finish()
                     self._upload = None
-                elif self._bucket.create(self._key, bytes(self._first[:size_bytes])) is None:
+                elif self._bucket.create(self._key, b"".join(self._first)[:size_bytes]) is None:
                     raise self._bucket.taken(self._key)
             finally:
                 self.close()
