@@ -19,7 +19,7 @@ from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run
 from laststep.checks import checked
 from laststep.constants import BLOCK_BYTES, DTYPES, MANIFEST_NAME
-from laststep.errors import CorruptError, NotFoundError, UsageError
+from laststep.errors import CorruptError, NotFoundError, UsageError, ends_tracebacks
 from laststep.format.manifest import Commit, decode
 from laststep.process import system
 from laststep.process.threads import OnlyOne
@@ -44,6 +44,7 @@ _Number = Annotated[int, Meta(ge=0)]
 log = logging.getLogger(__name__)
 
 
+@ends_tracebacks
 @system.translate_oom("look into a run")
 def open(path: str | os.PathLike[str]) -> Catalog:  # noqa: A001 (the word users expect)
     """Return the catalog of a run: its checkpoints by step. Raises `NotFoundError` if there is no
@@ -74,6 +75,7 @@ class Catalog:
     def __len__(self) -> int:
         return len(self._readable())
 
+    @ends_tracebacks
     def __getitem__(self, wanted: SupportsIndex) -> Checkpoint:
         step = checked("step", wanted, _Number, remedy="catalog.steps() lists the steps")
         with system.translate_oom("list a run"):
@@ -96,6 +98,7 @@ class Catalog:
     def _readable(self) -> list[Listed]:
         return [entry for entry in self._lineage() if entry.commit is not None]
 
+    @ends_tracebacks
     def latest(self) -> Checkpoint:
         """Return the newest checkpoint of the lineage. Raises `NotFoundError` if there is none, and
         `CorruptError` if its manifest cannot be read; it never returns an older one instead."""

@@ -19,7 +19,7 @@ from laststep import arguments
 from laststep.checks import seconds
 from laststep.commit import thread as teaming
 from laststep.constants import CHUNK_BYTES
-from laststep.errors import AbortedError, LaststepError, UsageError, brief
+from laststep.errors import AbortedError, LaststepError, UsageError, brief, ends_tracebacks
 from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber, watch
 from laststep.flush.saves import Save
 from laststep.preempting import Preempting
@@ -85,6 +85,7 @@ class Checkpointer(single.OnlyOne):
     options: All other settings, an `Options`.
     """
 
+    @ends_tracebacks
     def __init__(  # noqa: PLR0913 (each setting is a keyword of its own)
         self,
         run: str | os.PathLike[str] | None = None,
@@ -170,6 +171,7 @@ class Checkpointer(single.OnlyOne):
 
     # -- saving -----------------------------------------------------------------------------------
 
+    @ends_tracebacks
     def save(
         self,
         step: SupportsIndex,
@@ -276,6 +278,7 @@ class Checkpointer(single.OnlyOne):
         save.job = job
         return job
 
+    @ends_tracebacks
     def step(
         self,
         step: SupportsIndex,
@@ -339,6 +342,7 @@ class Checkpointer(single.OnlyOne):
             assert self._team is not None  # noqa: S101 (only with several ranks)
             return self._team.new_kv(ranks, "stop")
 
+    @ends_tracebacks
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all saves are committed and return True; return False after `timeout_s`
         seconds. Raises the error of a failed save."""
@@ -350,6 +354,7 @@ class Checkpointer(single.OnlyOne):
             self._raise_failed()
         return True
 
+    @ends_tracebacks
     def close(self) -> None:
         """Wait for all saves, end the flusher, and raise the error of a failed save. May be called
         twice: the second call completes one that was interrupted."""
@@ -391,6 +396,7 @@ class Checkpointer(single.OnlyOne):
 
     # -- restoring --------------------------------------------------------------------------------
 
+    @ends_tracebacks
     def restore(
         self,
         step: SupportsIndex | None = None,
@@ -421,6 +427,7 @@ class Checkpointer(single.OnlyOne):
                 self._look_at_late()
             return restored
 
+    @ends_tracebacks
     def peek(self) -> Peeked | None:
         """Return the newest checkpoint that can be opened, with its step, metrics and metadata,
         without restoring anything; None in a new run. All ranks must call it.

@@ -8,10 +8,20 @@ fields)`, with `to_wire` and `from_wire`; they are never pickled.
 from __future__ import annotations
 
 import copy
+import functools
+import logging
 import re
-from typing import Self
+from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 _SHOWN_PROBLEMS = 50
 _PARTS = ("where", "expected", "found", "remedy")
@@ -209,6 +219,25 @@ def drop_tracebacks(error: BaseException) -> None:
             seen.add(id(link))
             link.__traceback__ = None
             chain += [cause for cause in (link.__cause__, link.__context__) if cause is not None]
+
+
+def ends_tracebacks(call: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Decorate a public call: the traceback of an error that laststep raises deliberately ends
+    there, since the message says all; those of its causes stay. All of it is logged at DEBUG."""
+
+    @functools.wraps(call)
+    def shortened(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        try:
+            return call(*args, **kwargs)
+        except LaststepError as error:
+            raised = error
+            log.debug("%s failed", call.__qualname__, exc_info=error)
+        try:
+            raise raised.with_traceback(None)
+        finally:
+            del raised  # else the frame, which the traceback holds, holds the error
+
+    return shortened
 
 
 def from_wire(kind: str, fields: dict[str, str | None]) -> LaststepError:

@@ -28,6 +28,7 @@ from laststep.errors import (
     NotFoundError,
     StorageError,
     UsageError,
+    ends_tracebacks,
 )
 from laststep.format.index import index_name
 from laststep.memory.pool import ReadBuffers
@@ -67,6 +68,7 @@ class _SoleCheckpointer(Checkpointer):
     _can_be_off = False
 
 
+@ends_tracebacks
 def save(
     state: object,
     path: str | os.PathLike[str],
@@ -184,6 +186,7 @@ def _put(made: Path, target: Path, *, overwrite: bool) -> None:
         ) from error
 
 
+@ends_tracebacks
 def load(
     path: str | os.PathLike[str],
     into: object = None,

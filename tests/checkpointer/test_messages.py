@@ -38,6 +38,43 @@ def test_a_mismatch_says_where_and_what_to_do_in_one_sentence_and_then_lists_all
             checkpointer.restore()
 
 
+def test_a_traceback_ends_at_the_public_call_and_is_whole_in_the_debug_log(
+    saved: Callable[..., Path],
+    opened: object,
+    fresh: object,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    saved(1)
+    fresh.blob["data"] = torch.zeros(9, dtype=torch.uint8)
+
+    def nowhere() -> None:
+        laststep.load(tmp_path / "nowhere")
+
+    with opened(fresh) as checkpointer, caplog.at_level(logging.DEBUG, "laststep.errors"):
+        for call in (checkpointer.restore, nowhere, lambda: checkpointer.save(-1)):
+            caplog.clear()
+            with pytest.raises(laststep.LaststepError) as caught:
+                call()
+            ours = [entry for entry in caught.traceback if "/laststep/" in str(entry.path)]
+            assert [entry.name for entry in ours] == ["shortened"]
+            record = caplog.records[0]
+            assert record.exc_info is not None
+
+
+def test_the_traceback_of_an_error_that_is_being_handled_stays(tmp_path: Path) -> None:
+    try:
+        int("of the training")
+    except ValueError:
+        with pytest.raises(laststep.NotFoundError) as caught:
+            laststep.load(tmp_path / "nowhere")
+    context = caught.value.__context__
+    while context is not None and not isinstance(context, ValueError):
+        context = context.__context__
+    assert context is not None
+    assert context.__traceback__ is not None
+
+
 def test_problems_are_the_same_type_wherever_they_are_told(
     saved: Callable[..., Path], opened: object, fresh: object
 ) -> None:

@@ -22,7 +22,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 from laststep.checks import seconds
-from laststep.errors import AlreadyExistsError, LaststepError, from_wire
+from laststep.errors import AlreadyExistsError, LaststepError, ends_tracebacks, from_wire
 from laststep.events import Captured, Committed, Durable, SaveFailed, TierHolds, Written, human
 from laststep.flush import protocol
 from laststep.format.manifest import WrittenIndexes
@@ -77,6 +77,7 @@ class Stage(OnlyOne):
         """Return True if the stage was reached or never will be."""
         return self._save.events[self._state].is_set()
 
+    @ends_tracebacks
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the stage is reached. Return False on timeout or if the save was skipped;
         raise the save's error if it failed."""
@@ -180,6 +181,7 @@ class SaveHandle(OnlyOne, Future["SaveReport"]):
         """Wait until the save is committed; see `Stage.wait`."""
         return self.committed.wait(timeout_s)
 
+    @ends_tracebacks
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait until the save is over and return its report. Raise the save's error if it failed,
         `TimeoutError` on timeout."""
@@ -628,9 +630,8 @@ class Saves:
         failed = self.untold() if self._failed else []
         if self.on_error is OnError.WARN:
             for error in failed:
-                log.error(
-                    "the save of step %s failed, and training continues: %s", error.step, error
-                )
+                what = "training continues without a checkpoint of step %s; %s"
+                log.warning(what, error.step, error.remedy or "the next save tries again")
             return
         for error in failed[1:]:
             failed[0].add_note(f"step {error.step} failed too: {error.without_remedy()}")

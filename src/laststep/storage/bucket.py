@@ -111,7 +111,9 @@ _AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
 
 _Client = AzureStore | GCSStore | S3Store
 _OTHERS: dict[str, type[AzureStore | GCSStore]] = {"gs": GCSStore, "az": AzureStore}
-_RIGHTS = "check the credentials in the environment and their rights in this bucket"
+_RIGHTS = (
+    "check the credentials and their rights in this bucket; `aws sso login` renews an expired login"
+)
 _EXPIRED = ("ExpiredToken", "TokenRefreshRequired")
 """Error codes that Amazon sends with status 400."""
 _ELSEWHERE = ("PermanentRedirect", "AuthorizationHeaderMalformed")
