@@ -39,7 +39,6 @@ MODES = (
     "adaptive",
     "none",
     "planes",
-    "subtract",
     {"large": "max", "model": "adaptive"},
     {"model": "none", "*": "max"},
 )

@@ -12,6 +12,7 @@ import torch
 
 import laststep
 from cases import long
+from expect import raises
 from laststep.memory import segments
 from waiting import wait_until
 
@@ -81,6 +82,10 @@ def test_a_run_comes_back_from_what_is_left(
             segment.remove()
     if "disk" in lost:
         shutil.rmtree(job.primary)
+    if lost == "disk":  # the snapshot in memory is of a run that is gone: the user has to decide
+        with raises(laststep.UsageError, "laststep recover"):
+            job.comes_back()
+        assert laststep.recover(job.primary, base=job.base).ok
     assert job.comes_back() == 2
     assert laststep.open(BUCKET).steps()[-1] == 2
     assert laststep.open(BUCKET).latest().verify().damage == ()
