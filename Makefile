@@ -21,8 +21,12 @@ PYTHONDONTWRITEBYTECODE :=
 export PYTHONDONTWRITEBYTECODE
 
 FRAMEWORKS := .venv-frameworks
+NEWEST := .venv-newest
+# PyTorch's own tests of DCP, for test-newest: the folder test/distributed/checkpoint of a checkout of
+# the release of torch that is installed.
+TORCH_TESTS ?=
 
-.PHONY: help install demo test test-long test-frameworks docs format lint types compiled layers tests soak torture bench clean
+.PHONY: help install demo test test-long test-frameworks test-newest docs format lint types compiled layers tests soak torture bench clean
 
 help:
 	@echo "make install   $(VENV) with all that is needed; the others do it first. It downloads torch:"
@@ -32,6 +36,8 @@ help:
 	@echo "make test      everything that must be green: style, types, layers, tests"
 	@echo "make test-long more pairs of layouts, more ranks with DCP"
 	@echo "make test-frameworks  the adapters, with the real frameworks, in $(FRAMEWORKS): gigabytes, half an hour"
+	@echo "make test-newest  all of it with the newest torch and frameworks, in $(NEWEST): gigabytes, an hour."
+	@echo "               It takes a newer Python too: make test-newest PYTHON=python3.13"
 	@echo "make torture   tests/torture: more than 10,000 faults of every kind, in two hours"
 	@echo "make soak      an hour of saves to three tiers, with faults in each"
 	@echo "make docs      the documentation as a site, in build/site"
@@ -109,6 +115,43 @@ test-frameworks: $(FRAMEWORKS)/.installed
 	@$(FRAMEWORKS)/bin/python -m pytest -q --tb=short -n 2 --dist loadfile -m "long or not long" \
 		tests/frameworks tests/adapters $(PYTEST_ARGS)
 	@$(FRAMEWORKS)/bin/python -m pytest -q --tb=short tests/test_docs.py -k what_it_needs
+
+# Only the tools of the tests are held at their versions, and torch at that which was the newest: a
+# framework that wants an older one is not to replace it. One that does not install is named.
+$(NEWEST)/.installed: pyproject.toml constraints.txt
+	@echo "== install into $(NEWEST): laststep, and the newest torch and frameworks"
+	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	@grep -E '^(pytest|execnet|hypothesis|seaweedfs|hatchling|editables)' constraints.txt > $(NEWEST)/held
+	@$(NEWEST)/bin/python -m pip install --quiet --upgrade -c $(NEWEST)/held \
+		hatchling editables setuptools wheel torch numpy
+	@$(NEWEST)/bin/python -m pip freeze | grep '^torch==' >> $(NEWEST)/held
+	@$(NEWEST)/bin/python -m pip install --quiet --upgrade --no-build-isolation -c $(NEWEST)/held \
+		-e '.[dev]' expecttest psutil
+	@for framework in accelerate datasets deepspeed lightning megatron-core peft 'ray[train]' torchtitan \
+			transformers trl; do \
+		DS_BUILD_OPS=0 $(NEWEST)/bin/python -m pip install --quiet --upgrade --no-build-isolation \
+			-c $(NEWEST)/held "$$framework" || echo "$$framework does not install"; \
+	done
+	@touch $@
+
+# All parts run, whatever becomes of those before.
+test-newest: $(NEWEST)/.installed
+	@$(NEWEST)/bin/python -VV
+	@$(NEWEST)/bin/python -m pip list --format freeze | grep -E '^(torch|numpy|accelerate|datasets|deepspeed|lightning|megatron_core|megatron-core|peft|ray|torchtitan|transformers|trl)=='
+	@failed=0; \
+	echo "== pytest, without the tests of frameworks"; \
+	$(NEWEST)/bin/python -m pytest -q --tb=short -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		--ignore tests/frameworks --ignore tests/adapters $(PYTEST_ARGS) || failed=1; \
+	echo "== pytest tests/frameworks tests/adapters tests/newest"; \
+	$(NEWEST)/bin/python -m pytest -q --tb=short -n 2 --dist loadfile -m "long or not long" \
+		tests/frameworks tests/adapters tests/newest $(PYTEST_ARGS) || failed=1; \
+	if test -n "$(TORCH_TESTS)"; then \
+		echo "== PyTorch's own tests of DCP, on its storage and on ours"; \
+		$(NEWEST)/bin/python tests/newest/dcp.py "$(TORCH_TESTS)" || failed=1; \
+	else \
+		echo "== PyTorch's own tests of DCP are left out: TORCH_TESTS names no folder of them"; \
+	fi; \
+	exit $$failed
 
 soak: $(STAMP)
 	@echo "== tests/soak/soak.py"

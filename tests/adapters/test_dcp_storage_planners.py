@@ -94,6 +94,37 @@ def test_a_planner_that_flattens_nothing_is_served(tmp_path: Path) -> None:
     assert Reader(tmp_path).read_metadata().planner_data is None
 
 
+def shards_of(local: torch.Tensor, *rows: tuple[int, int, int]) -> torch.Tensor:
+    """Declare rows of a local tensor as rows of a global one of 8 by 3, by torch's public protocol:
+    each is (row of the global tensor, row of the local one, number of rows)."""
+    local.global_shape = (8, 3)
+    local.global_offsets = tuple((at, 0) for at, _, _ in rows)
+    local.local_offsets = tuple((at, 0) for _, at, _ in rows)
+    local.local_sizes = tuple((count, 3) for _, _, count in rows)
+    return local
+
+
+@pytest.mark.skipif(
+    not hasattr(dcp, "CheckpointableTensor"), reason="needs CheckpointableTensor (torch 2.15)"
+)
+def test_a_tensor_that_names_its_own_shards_is_saved_and_loaded(tmp_path: Path) -> None:
+    whole = torch.randn(8, 3)
+    local = torch.full((10, 3), torch.nan)  # with rows that belong to no shard
+    local[1:6], local[7:10] = whole[3:8], whole[:3]
+    state = {"model": {"w": shards_of(local, (3, 1, 5), (0, 7, 3))}}
+    assert isinstance(state["model"]["w"], dcp.CheckpointableTensor)
+    save(state, tmp_path)
+    assert same(laststep.load(tmp_path), {"model": {"w": whole}})
+    into = {"model": {"w": torch.zeros(8, 3)}}
+    load(into, tmp_path)
+    assert same(into["model"]["w"], whole)
+    other = torch.zeros(6, 3)
+    load({"model": {"w": shards_of(other, (2, 0, 2), (6, 3, 2))}}, tmp_path)
+    expected = torch.zeros(6, 3)
+    expected[:2], expected[3:5] = whole[2:4], whole[6:]
+    assert same(other, expected)
+
+
 class Halving(DefaultSavePlanner):
     """Saves at half precision, as torch's documentation shows."""
 
