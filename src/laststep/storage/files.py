@@ -32,7 +32,7 @@ from laststep.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from types import TracebackType
 
 
 _KEEP_SIZE = 0x01
@@ -135,21 +135,35 @@ def open_to_read(path: str, flags: int = 0) -> int:
     raise OSError(errno.ENXIO, "a pipe or a device, not a file")
 
 
-@contextlib.contextmanager
-def os_errors(operation: str, path: str) -> Iterator[None]:
-    """Translate an `OSError` into the error that a store raises."""
-    try:
-        yield
-    except FileExistsError as error:
-        raise AlreadyExistsError(f"cannot {operation}: the name is taken", where=path) from error
-    except FileNotFoundError as error:
-        raise NotFoundError(
-            f"cannot {operation}: there is no such file or folder",
-            where=path,
-            remedy="it was deleted or renamed: bring it back, or use another",
-        ) from error
-    except OSError as error:
-        raise failed(operation, path, error) from error
+class os_errors:  # noqa: N801 (used like the functions of contextlib)
+    """Translate an `OSError` that leaves the block into the error that a store raises.
+
+    Not a generator: in Python 3.13 an error that a generator raises for another is part of a cycle,
+    which keeps every caller's variables alive until the next garbage collection.
+    """
+
+    def __init__(self, operation: str, path: str) -> None:
+        self._operation = operation
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, FileExistsError):
+            raise AlreadyExistsError(
+                f"cannot {self._operation}: the name is taken", where=self._path
+            ) from error
+        if isinstance(error, FileNotFoundError):
+            raise NotFoundError(
+                f"cannot {self._operation}: there is no such file or folder",
+                where=self._path,
+                remedy="it was deleted or renamed: bring it back, or use another",
+            ) from error
+        if isinstance(error, OSError):
+            raise failed(self._operation, self._path, error) from error
 
 
 def failed(operation: str, path: str, error: OSError) -> StorageError:
