@@ -122,9 +122,7 @@ def add_chunks(
     tensor = metadata.state_dict_metadata.setdefault(
         fqn,
         TensorStorageMetadata(
-            properties=TensorProperties(dtype=TORCH_DTYPES[dtype]),
-            size=torch.Size(shape),
-            chunks=[],
+            properties=_properties(dtype, shape), size=torch.Size(shape), chunks=[]
         ),
     )
     if not isinstance(tensor, TensorStorageMetadata) or tensor.size != torch.Size(shape):
@@ -133,6 +131,12 @@ def add_chunks(
         offsets, sizes = torch.Size(box.start), torch.Size(box.shape)
         metadata.storage_data[MetadataIndex(fqn, offsets, len(tensor.chunks))] = info
         tensor.chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
+
+
+def _properties(dtype: str, shape: Sequence[int]) -> TensorProperties:
+    """Return the properties of a contiguous tensor, which since torch 2.15 include its strides."""
+    tensor = torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype], device="meta")
+    return TensorProperties.create_from_tensor(tensor)
 
 
 def _leaves_of(node: object, path: Path) -> Iterator[Leaf]:
