@@ -154,7 +154,8 @@ def test_a_submodule_that_is_called_module_is_no_wrapper() -> None:
     assert set(described.value) == {"module.weight", "module.bias"}
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+# TorchScript is deprecated, by a DeprecationWarning and since torch 2.15 by a FutureWarning.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:`torch.jit:FutureWarning")
 def test_a_module_compiled_by_torchscript_has_the_names_of_the_plain_one() -> None:
     plain = network()
     scripted = torch.jit.script(plain)

@@ -204,7 +204,7 @@ def test_a_nested_state_is_restored_in_place_with_all_its_kinds(
             "odd": [float("inf"), float("-inf"), -0.0, 1 << 100, range(n), slice(1, n), {n}],
             "frozen": frozenset({n, "x"}),
             "scalar": np.float32(n / 7),
-            "date": np.datetime64("2020-01-01") + n,
+            "date": np.datetime64("2020-01-01") + np.timedelta64(n, "D"),
             "dtype": torch.bfloat16 if n == 3 else torch.float32,
             "device": torch.device("cpu"),
             "size": torch.Size([n, 2]),
