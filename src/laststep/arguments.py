@@ -38,6 +38,10 @@ _Patterns = Annotated[
 ]
 
 
+_CONTAINERS = ("lossy", "subscribers")
+"""The settings of Options that take a dict or a list, as items do."""
+
+
 def _expect(name: str, value: object, kind: type, remedy: str) -> None:
     if not isinstance(value, kind):
         raise UsageError(
@@ -51,7 +55,7 @@ def _expect(name: str, value: object, kind: type, remedy: str) -> None:
 def plain_step(step: SupportsIndex) -> int:
     """Return a step as an int. Tensors are refused: int() of one synchronises the device, so the
     user should call it explicitly."""
-    remedy = "count the steps of the training from 0; pass step=int(step) for a tensor"
+    remedy = "count the steps of the training from 0; pass int(step) for a tensor or a text"
     number: int = checked("step", step, _Step, remedy=remedy)
     return number
 
@@ -115,9 +119,10 @@ def all_items(
 def _refuse_setting(name: str, value: object) -> None:
     """Raise `UsageError` for a keyword that is a setting of `Options`, or misspells a setting."""
     rare = Options.__struct_fields__
-    # A value that can be an item is one, even if its name resembles a setting.
+    # A value that can be an item is one, even if its name is a setting: progress={"epoch": 0}.
     kinds = str | int | float | FunctionType | BuiltinFunctionType | Keep | Options
-    if name not in rare and not isinstance(value, kinds):
+    is_option = name in _CONTAINERS or (name in rare and value is None)
+    if not is_option and not isinstance(value, kinds):
         return
     known = (*OWN_KEYWORDS, *rare)
     meant = next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.75)), None)
@@ -127,8 +132,8 @@ def _refuse_setting(name: str, value: object) -> None:
     elif meant is not None:
         remedy = f"did you mean {meant}=…?"
     raise UsageError(
-        f"{name!r} is neither an item nor a keyword of its own",
-        expected=f"an item, or one of {', '.join(known)}",
+        f"{name!r} is a setting of Options" if name in rare else f"{name!r} is no keyword",
+        expected=f"an item, or one of {', '.join(OWN_KEYWORDS)}" if meant is None else "an item",
         found=f"{name}={shown(value)}, {with_article(type(value))}",
         remedy=remedy,
     )

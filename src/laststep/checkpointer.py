@@ -198,9 +198,9 @@ class Checkpointer(single.OnlyOne):
         with self._call("save"):
             began = time.perf_counter()
             self._saves.take_over()
-            if self._team is None:  # else ranks learn of it at different saves, but must all save
-                self._saves.raise_failed()
             asked = arguments.save_request(step, metrics, metadata, overwrite, streams)
+            if self._team is None:  # else ranks learn of it at different saves, but must all save
+                self._saves.raise_failed(unsaved=asked.step)
             if self._saves.refusal is not None:
                 self._work.revive(self._context.settings)
             overwrite = self._saves.check_new(asked.step, self.path, overwrite=asked.overwrite)
@@ -345,14 +345,13 @@ class Checkpointer(single.OnlyOne):
     @ends_tracebacks
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all saves are committed and return True; return False after `timeout_s`
-        seconds. Raises the error of a failed save."""
+        seconds. Raises the error of a failed save; with on_error="warn" returns False instead."""
         system.check_process("wait", self._pid)
         self._turn.check("wait")
         if not self._work.over_within(seconds(timeout_s)):
             return False
         with signals.defer_signals(), self._turn.of("wait"):
-            self._raise_failed()
-        return True
+            return self._raise_failed()
 
     @ends_tracebacks
     def close(self) -> None:
@@ -369,7 +368,9 @@ class Checkpointer(single.OnlyOne):
             with self._turn.of("close"):
                 self._closed = True
                 self._work.ends_well = self._client.drains_last = well
-                self._client.ends_well = well and self._schedule.end()
+                self._client.ends_well = well and self._context.rank.is_first
+                if well:
+                    self._schedule.warn_of_unsaved_step()
                 self._work.close()  # Ctrl-C here leaves the rest to the next call
                 self._dropped.detach()
                 system.let_be(self._work)
@@ -494,10 +495,10 @@ class Checkpointer(single.OnlyOne):
                 remedy="restore() a whole checkpoint first",
             )
 
-    def _raise_failed(self) -> None:
+    def _raise_failed(self) -> bool:
         """Raise the first error of a finished save that has not been raised yet."""
         self._saves.take_over()
-        self._saves.raise_failed()
+        return self._saves.raise_failed()
 
     def _expect_late(self) -> bool:
         """Allocate memory for deferred items early; return False if one does not exist yet."""

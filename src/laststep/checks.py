@@ -24,7 +24,21 @@ MAX_INT: Final = 1 << 62
 _ADVICE = "pass such a value, or leave it out for the default"
 
 
-class Checked(msgspec.Struct, frozen=True, kw_only=True):
+class _NamesFields(msgspec.StructMeta):
+    """Refuses unknown keywords with a suggestion."""
+
+    def __call__(cls, *unnamed: object, **fields: object) -> Any:  # noqa: N805 (of a class)
+        known = cls.__struct_fields__
+        unknown = [name for name in fields if name not in known]
+        if unnamed or unknown:
+            found = unknown[0] if unknown else shown(unnamed[0])
+            near = difflib.get_close_matches(found, known, n=1)
+            remedy = f"did you mean {near[0]}=…?" if near else f"it has {', '.join(known)}"
+            raise UsageError(f"{cls.__name__} has no setting {found}", remedy=remedy)
+        return super().__call__(**fields)
+
+
+class Checked(msgspec.Struct, frozen=True, kw_only=True, metaclass=_NamesFields):
     """A struct whose fields are checked against their declared types, however it is created."""
 
     def __post_init__(self) -> None:

@@ -149,7 +149,7 @@ OWN_KEYWORDS = (
 class Options(Checked, frozen=True, kw_only=True):
     """Rarely needed settings of a Checkpointer: `Checkpointer(…, options=Options(flush="thread"))`.
 
-    Immutable. Raises `UsageError` for invalid values, `TypeError` for unknown names.
+    Immutable. Raises `UsageError` for invalid values and unknown names.
     """
 
     capture: Capture = Capture.AUTO

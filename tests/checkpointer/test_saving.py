@@ -207,6 +207,7 @@ def test_with_on_error_warn_a_failed_save_is_only_logged(
         with monkeypatch.context() as patch:
             patch.setattr(serving.SaveWriter, "finish", _no_space)
             failed = checkpointer.save(0)
+            assert not checkpointer.wait()
             assert checkpointer.wait()
         assert len(warned(caplog, "step 0", "disk is full")) == 1
         assert len(warned(caplog, "training continues", "step 0")) == 1

@@ -310,10 +310,13 @@ def test_a_start_that_was_killed_has_failed(run_folder: Path) -> None:
             assert c._client.instance.past().failures == killed
 
 
-def test_a_checkpointer_that_does_not_ask_leaves_no_trace_of_its_end(
+def test_every_start_that_ends_well_is_recorded_whatever_decides_when_to_save(
     opened: Opened, training: Training, run_folder: Path
 ) -> None:
     for settings in ({}, {"every": 1}, {"every": "0.01 s"}):
         with opened(training, **settings) as checkpointer:
             checkpointer.save(checkpointer.restore().next_step)
-    assert [path.name for path in (run_folder / "terms").glob("*.ended")] == []
+    assert len([*(run_folder / "terms").glob("*.ended")]) == 3
+    with opened(training, every="auto") as checkpointer:
+        checkpointer.restore()
+        assert checkpointer._client.instance.past().failures == 0

@@ -339,12 +339,12 @@ def test_the_last_step_is_saved_in_any_case_and_once() -> None:
 
 def test_steps_that_were_not_saved_are_told(caplog: pytest.LogCaptureFixture) -> None:
     job = Job(every=10)
-    job.schedule.end()
+    job.schedule.warn_of_unsaved_step()
     job.go(11)
-    job.schedule.end()
+    job.schedule.warn_of_unsaved_step()
     assert caplog.text == ""
     job.go(2)
-    job.schedule.end()
+    job.schedule.warn_of_unsaved_step()
     assert warned(caplog, "step 12")
 
 

@@ -610,7 +610,7 @@ def test_a_restore_logs_which_settings_it_replaced(
 
     with caplog.at_level("INFO", "laststep"):
         carry(make(3e-4), make(1e-2))
-        assert "AdamW: restored lr 0.0003 over 0.01" in caplog.messages
+        assert "AdamW: restored lr 0.0003 instead of 0.01" in caplog.messages
         caplog.clear()
         carry(make(3e-4), make(3e-4))
         assert not [text for text in caplog.messages if "AdamW" in text]

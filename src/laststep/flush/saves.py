@@ -624,16 +624,20 @@ class Saves:
         failed, self._failed = self._failed, []
         return [save.error for save in failed if save.error is not None and not save.seen]
 
-    def raise_failed(self) -> None:
+    def raise_failed(self, unsaved: int | None = None) -> bool:
         """Raise the error of the first removed save that failed, with a note about the others; or
-        only log them, if the user has asked for that."""
+        only log them and return False, if the user has asked for that. `unsaved` is the step that
+        is therefore not saved, if there is one. Return True if none has failed."""
         failed = self.untold() if self._failed else []
         if self.on_error is OnError.WARN:
             for error in failed:
                 what = "training continues without a checkpoint of step %s; %s"
                 log.warning(what, error.step, error.remedy or "the next save tries again")
-            return
+            return not failed
         for error in failed[1:]:
             failed[0].add_note(f"step {error.step} failed too: {error.without_remedy()}")
+        if failed and unsaved is not None:
+            failed[0].add_note(f"step {unsaved} is not saved: call save({unsaved}) again")
         if failed:
             raise failed[0]
+        return True

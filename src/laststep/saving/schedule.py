@@ -294,16 +294,13 @@ class Schedule:
                 log.info("step %d: %s", handle.step, estimate)
             self._timer.began(handle, self._clock())
 
-    def end(self) -> bool:
-        """Warn if the last step was not saved. Returns True if later runs need to know that this
-        one ended normally (with every="auto", on rank 0)."""
+    def warn_of_unsaved_step(self) -> None:
         saved = -1 if self._saved_step is None else self._saved_step
         if self._last_step is not None and self._last_step > saved:
             log.warning(
                 "training ends with step %d, which is not saved: step(…, last=True) saves it",
                 self._last_step,
             )
-        return self._timer is not None and self._fixed_s is None
 
     # -- by the clock -----------------------------------------------------------------------------
 

@@ -491,9 +491,12 @@ def _provider(name: str, item: Any, names: Names) -> StateProvider:
         return GroupProvider(item, lambda key: _provider(f"{name}.{key}", item[key], names))
     if isinstance(item, dict | list | deque | np.ndarray | Tensor):
         return provider.ValueProvider(item)
+    remedy = f"pass a dict: {name}={{'value': …}}, or leave it out"
+    if any(kind.__module__ == "torch.utils.data.dataloader" for kind in type(item).__mro__):
+        remedy = "use torchdata's StatefulDataLoader, which has a position, or leave it out"
     raise UsageError(
         f"item {name!r} is {with_article(type(item))}, which cannot be restored in place",
         expected="a module, an optimizer, an object with state_dict() and load_state_dict(), "
         "a StateProvider, a dict, a list, a tensor or an array",
-        remedy=f"pass a dict: {name}={{'value': …}}, or leave it out",
+        remedy=remedy,
     )

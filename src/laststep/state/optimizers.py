@@ -182,7 +182,7 @@ class OptimizerProvider(StateProvider):
                         put_tensor(group[key], entry)
                     else:
                         if key in group and type(entry) is float and entry != group[key]:
-                            replaced[f"{key} {entry:g} over {group[key]!r}"] = None
+                            replaced[f"{key} {entry:g} instead of {group[key]!r}"] = None
                         group[key] = entry
         if replaced:
             log.info("%s: restored %s", type(self._optimizer).__name__, listed(replaced, 5))
