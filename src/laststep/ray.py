@@ -31,7 +31,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpointer"]
 
-FRAMEWORK = Framework(package="ray", extra="ray", tested="2.60")
+_USES = {
+    "ray/train/v2/_internal/execution/context.py": {
+        "TrainContext.get_storage": "74313bcd78",
+        "TrainContext.report": "1ba03a0ffc",
+    },
+    "ray/train/v2/api/context.py": {
+        "DistributedTrainContext.get_storage": "9f8f77fda2",
+        "LocalTrainContext.get_storage": "466658468d",
+    },
+    "ray/train/v2/api/train_fn_utils.py": {"get_context": "f11e8fc3cc", "report": "0e80720569"},
+}
+"""Digests of the code of Ray that this adapter relies on; see tests/frameworks/test_uses.py."""
+FRAMEWORK = Framework(package="ray", extra="ray", oldest="2.60", newest="2.60", uses=_USES)
 FRAMEWORK.check()
 
 

@@ -11,14 +11,35 @@ import torch
 import laststep
 from expect import raises, warned
 from laststep.adapters.framework import Framework, advising
+from laststep.adapters.sources import digests
 from laststep.settings import as_keywords
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
-def known(tested: str, package: str = "numpy") -> Framework:
-    return Framework(package=package, extra="np", tested=tested)
+SOURCE = """
+MODES = {"max": 1}
+
+class Trainer:
+    @property
+    def best(self):
+        return self._best
+
+    @best.setter
+    def best(self, value):
+        self._best = value
+
+    def save(self, step):
+        if step:
+            write(f"step {step}")
+            log(step)
+"""
+
+
+def known(oldest: str, package: str = "numpy", newest: str | None = None) -> Framework:
+    return Framework(package=package, extra="np", oldest=oldest, newest=newest or oldest)
 
 
 def test_a_framework_that_is_not_there_is_told_with_the_extra_that_brings_it() -> None:
@@ -26,19 +47,111 @@ def test_a_framework_that_is_not_there_is_told_with_the_extra_that_brings_it() -
         known("1", "no-such-package").check()
 
 
-@pytest.mark.parametrize("tested", ["999", "0.1", "1", "1.2.34"])
-def test_another_release_is_refused(tested: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("oldest", ["999.0", "12.30", "13.0"])
+def test_older_releases_are_refused(oldest: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda _: "12.3.4")
-    with raises(laststep.UsageError, "numpy", expected=tested, found="12.3.4"):
-        known(tested).check()
+    with raises(laststep.UsageError, "numpy", expected=oldest, found="12.3.4", remedy=True):
+        known(oldest).check()
 
 
-@pytest.mark.parametrize("tested", ["12.3", "12.3.4"])
-def test_bug_fixes_of_the_tested_release_are_fine(
-    tested: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("found", ["12.3", "12.9.dev2", "12.10.4", "12.10.0.post1"])
+def test_tested_releases_and_their_bug_fixes_are_accepted_silently(
+    found: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda _: "12.3.4")
-    known(tested).check()
+    monkeypatch.setattr("importlib.metadata.version", lambda _: found)
+    known("12.3", newest="12.10").check()
+    assert not warned(caplog)
+
+
+def test_newer_releases_are_refused_if_nothing_is_known_of_the_tested_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "12.4.0")
+    with raises(laststep.UsageError, expected="12.3", found="12.4.0", remedy="numpy==12.3.*"):
+        known("12.3").check()
+
+
+Theirs = tuple["Path", "Callable[[], Framework]"]
+NAMES = ("MODES", "Trainer.best", "Trainer.save")
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Theirs:
+    """Return a framework's source file, and a function that records it as the tested release."""
+    package = f"theirs_{tmp_path.name}"
+    (tmp_path / package).mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    source = tmp_path / package / "trainer.py"
+    source.write_text(SOURCE)
+
+    def record() -> Framework:
+        uses = digests({f"{package}/trainer.py": dict.fromkeys(NAMES, "")})
+        return Framework(package="numpy", extra="np", oldest="12.3", newest="12.4", uses=uses)
+
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "12.5.1")
+    return source, record
+
+
+def test_a_newer_release_with_the_same_code_is_accepted_with_a_warning(
+    theirs: Theirs, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, record = theirs
+    framework = record()
+    source.write_text(
+        SOURCE.replace(
+            "    def save(self, step):", "    def more(self): ...\n\n    def save(self, step):"
+        )
+    )
+    framework.check()
+    assert warned(caplog, "laststep.np", "12.3 to 12.4", "12.5.1")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        ("            log(step)", "        log(step)", "Trainer.save"),
+        ("step {step}", "Step {step}", "Trainer.save"),
+        ("self, step", "self, step=0", "Trainer.save"),
+        ("self._best = value", "self._best = [value]", "Trainer.best"),
+        ("    @property\n", "    @cached_property\n", "Trainer.best"),
+        ("def save", "def store", "Trainer.save (missing)"),
+        ("MODES = {", "MODES = {0: 0, ", "MODES"),
+    ],
+)
+def test_a_newer_release_with_other_code_is_refused_by_name(
+    theirs: Theirs, old: str, new: str, name: str
+) -> None:
+    source, record = theirs
+    framework = record()
+    assert old in SOURCE
+    source.write_text(SOURCE.replace(old, new))
+    with raises(laststep.UsageError, "numpy", expected="12.3 to 12.4", remedy=True) as caught:
+        framework.check()
+    assert str(caught.value.found).partition(": ")[2] == name
+
+
+def test_a_newer_release_without_the_file_is_refused_by_all_names(theirs: Theirs) -> None:
+    source, record = theirs
+    framework = record()
+    source.unlink()
+    with raises(laststep.UsageError, *(f"{name} (missing)" for name in NAMES)):
+        framework.check()
+
+
+def test_comments_docstrings_and_layout_are_not_changes(
+    theirs: Theirs, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, record = theirs
+    framework = record()
+    source.write_text(
+        SOURCE.replace(
+            "def save(self, step):", 'def save(\n  self,  # us\n  step\n ):\n        """Save."""\n'
+        )
+        .replace("            ", "              ")
+        .replace("MODES = {", "# all\nMODES = {\n    ")
+    )
+    framework.check()
+    assert warned(caplog, "12.5.1")
 
 
 def test_a_stamp_is_known_again_and_another_framework_s_is_refused() -> None:

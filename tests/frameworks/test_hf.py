@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+# trl uses names that are deprecated since transformers 5.23.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+
 STEPS = 12
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hugging_face.py"
 

@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from laststep import deepspeed, fsdp1
 from laststep.accelerate.loaders import item_of, place_in, skip_in_place
+from laststep.accelerate.uses import USES
 from laststep.adapters.framework import Framework, advising
 from laststep.arguments import check_early
 from laststep.browse import Checkpoint
@@ -48,7 +49,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FRAMEWORK = Framework(package="accelerate", extra="accelerate", tested="1.15")
+FRAMEWORK = Framework(
+    package="accelerate", extra="accelerate", oldest="1.15", newest="1.15", uses=USES
+)
 FRAMEWORK.check()
 
 

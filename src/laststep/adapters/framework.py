@@ -1,8 +1,8 @@
-"""Shared by all framework adapters: the tested version, and the stamp that marks a run as theirs.
+"""Shared by all framework adapters: the tested versions, and the stamp that marks a run as theirs.
 
-Adapters override private methods of their frameworks and read private attributes, so each accepts
-only the release that it was tested with. It stamps its checkpoints, so that no framework resumes
-the run of another.
+Adapters override private methods of their frameworks and read private attributes, so a newer
+release than those tested is accepted only if it has not changed these. An adapter stamps its
+checkpoints, so that no framework resumes the run of another.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import logging
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from laststep.adapters.sources import Uses, changed
 from laststep.checkpointer import Checkpointer
 from laststep.errors import CorruptError, MismatchError, UsageError
 
@@ -30,26 +32,52 @@ class Framework:
     """The framework's name for pip."""
     extra: str
     """The extra of laststep that installs it."""
-    tested: str
-    """The release that the adapter was tested with, without the number of its bug fixes: 2.6."""
+    oldest: str
+    """The oldest release that the adapter is tested with, without its bug fixes: 2.6."""
+    newest: str
+    """The newest release that the adapter is tested with."""
+    uses: Uses = field(default_factory=dict)
+    """Digests, of the newest tested release, of the code that the adapter overrides, calls although
+    it is private, or imitates. Without any, no newer release is accepted."""
 
     @property
     def version(self) -> str:
         return importlib.metadata.version(self.package)
 
+    @property
+    def tested(self) -> str:
+        return self.oldest if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
+
     def check(self) -> None:
-        """Raise UsageError if the framework is not installed or is another release."""
+        """Raise UsageError if the framework is not installed, is older than the oldest tested
+        release, or is newer and has changed what the adapter uses. Warn of another newer one."""
         try:
             found = self.version
         except importlib.metadata.PackageNotFoundError:
             found = "none installed"
-        if not f"{found}.".startswith(f"{self.tested}."):
-            raise UsageError(
-                f"laststep.{self.extra} does not support this version of {self.package}",
-                expected=self.tested,
-                found=found,
-                remedy=f"pip install 'laststep[{self.extra}]'",
-            )
+        if _minor(found) < _minor(self.oldest):
+            raise self._refused(found, f"pip install 'laststep[{self.extra}]'")
+        if _minor(found) <= _minor(self.newest):
+            return
+        changes = changed(self.uses)
+        if changes or not self.uses:
+            what = f"{found}, which changes {', '.join(changes)}" if changes else found
+            raise self._refused(what, f"pip install '{self.package}=={self.newest}.*'")
+        log.warning(
+            "laststep.%s was tested with %s %s; %s is newer, but does not change what it uses",
+            self.extra,
+            self.package,
+            self.tested,
+            found,
+        )
+
+    def _refused(self, found: str, remedy: str) -> UsageError:
+        return UsageError(
+            f"laststep.{self.extra} does not support this version of {self.package}",
+            expected=self.tested,
+            found=found,
+            remedy=remedy,
+        )
 
     def stamp(self, **more: object) -> dict[str, object]:
         """Return the metadata of a save: framework, version, and the adapter's own values."""
@@ -92,6 +120,11 @@ class Framework:
         if damage is not None:
             raise damage
         return None
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """Return the numbers of a release without its bug fixes; none if there are none."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 class FrameworkCheckpointer(Checkpointer):

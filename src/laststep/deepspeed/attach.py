@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from laststep import browse
 from laststep.adapters.framework import FrameworkCheckpointer, advising
-from laststep.deepspeed.items import FRAMEWORK, model, optimizer, progress
+from laststep.deepspeed.items import FRAMEWORK, check_version, model, optimizer, progress
 from laststep.errors import NotFoundError, UsageError
 from laststep.state.provider import RNG, State, StateProvider
 
@@ -29,7 +29,7 @@ def attach(engine: Any, run: str | os.PathLike[str] | None = None, **settings: A
     `settings` are those of `Checkpointer`, and more items. `engine.checkpointer` is the
     Checkpointer; `engine.destroy()` closes it, and so does the end of the process.
     """
-    FRAMEWORK.check()
+    check_version()
     if "checkpointer" in vars(engine):  # hasattr would also find attributes of the module
         raise UsageError(
             "this engine already has a checkpointer",

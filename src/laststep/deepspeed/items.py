@@ -8,6 +8,8 @@ attributes of the engine.
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from laststep.adapters import flat_state
 from laststep.adapters.flat_state import FlatMember, FlatModule, FlatOptimizer, plain_name
 from laststep.adapters.framework import Framework
+from laststep.deepspeed.uses import USES
 from laststep.errors import UsageError
 from laststep.state.layouts import Flat
 from laststep.state.provider import ABSENT, State, StateProvider
@@ -23,7 +26,9 @@ from laststep.state.provider import ABSENT, State, StateProvider
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-FRAMEWORK = Framework(package="deepspeed", extra="deepspeed", tested="0.19")
+FRAMEWORK = Framework(
+    package="deepspeed", extra="deepspeed", oldest="0.19", newest="0.19", uses=USES
+)
 
 
 def model(engine: Any) -> StateProvider:
@@ -53,7 +58,15 @@ _OF_LAYOUT = frozenset({"name", "moe"})
 """Options by which DeepSpeed identifies a group of experts; they depend on the number of ranks."""
 
 
+@functools.cache
+def check_version() -> None:
+    """Check DeepSpeed's version, once: engines may come from Accelerate or Lightning too."""
+    FRAMEWORK.check()
+
+
 def _refuse_unsupported(engine: Any) -> None:
+    if "deepspeed" in sys.modules:
+        check_version()
     mpu, parts = getattr(engine, "mpu", None), (engine, engine.optimizer)
     sizes = ("get_slice_parallel_world_size", "get_tensor_model_parallel_world_size")
     kinds = {type(layer).__name__ for layer in engine.module.modules()}

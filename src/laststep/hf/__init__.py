@@ -7,8 +7,11 @@ trainer.train(resume_from_checkpoint=True)
 from __future__ import annotations
 
 from laststep.adapters.framework import Framework
+from laststep.hf.uses import USES
 
-FRAMEWORK: Framework = Framework(package="transformers", extra="hf", tested="5.22")
+FRAMEWORK: Framework = Framework(
+    package="transformers", extra="hf", oldest="5.22", newest="5.23", uses=USES
+)
 FRAMEWORK.check()  # before any module imports transformers
 
 from laststep.hf.trainer import attach  # noqa: E402

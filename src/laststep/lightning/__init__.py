@@ -15,8 +15,11 @@ import sys
 from typing import Any
 
 from laststep.adapters.framework import Framework
+from laststep.lightning.uses import USES
 
-FRAMEWORK: Framework = Framework(package="lightning", extra="lightning", tested="2.6")
+FRAMEWORK: Framework = Framework(
+    package="lightning", extra="lightning", oldest="2.6", newest="2.6", uses=USES
+)
 FRAMEWORK.check()
 
 _OLD = "pytorch_lightning" in sys.modules and "lightning" not in sys.modules

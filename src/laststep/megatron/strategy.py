@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from laststep.adapters.framework import Framework
 from laststep.dcp import Reader, Writer
 
-FRAMEWORK = Framework(package="megatron-core", extra="megatron", tested="0.16")
+FRAMEWORK = Framework(package="megatron-core", extra="megatron", oldest="0.16", newest="0.16")
 FRAMEWORK.check()  # before the imports below, which fail if it is not installed
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402

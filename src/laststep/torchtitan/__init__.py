@@ -20,8 +20,11 @@ from laststep.catalog.retention import Keep
 from laststep.errors import UsageError
 from laststep.settings import as_keywords
 from laststep.state.provider import RNG, PerRank, StateDictProvider
+from laststep.torchtitan.uses import USES
 
-FRAMEWORK = Framework(package="torchtitan", extra="torchtitan", tested="0.3")
+FRAMEWORK = Framework(
+    package="torchtitan", extra="torchtitan", oldest="0.3", newest="0.3", uses=USES
+)
 FRAMEWORK.check()  # before the imports below, which fail if it is not installed
 
 import tyro  # noqa: E402
