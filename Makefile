@@ -26,7 +26,10 @@ NEWEST := .venv-newest
 # the release of torch that is installed.
 TORCH_TESTS ?=
 
-.PHONY: help install demo test test-long test-frameworks test-newest docs format lint types compiled layers tests soak torture bench clean
+# The oldest releases that adapters accept, where constraints.txt has newer ones.
+OLDEST := transformers==5.22.2
+
+.PHONY: help install demo test test-long test-frameworks test-frameworks-oldest test-newest docs format lint types compiled layers tests soak torture bench clean
 
 help:
 	@echo "make install   $(VENV) with all that is needed; the others do it first. It downloads torch:"
@@ -36,6 +39,7 @@ help:
 	@echo "make test      everything that must be green: style, types, layers, tests"
 	@echo "make test-long more pairs of layouts, more ranks with DCP"
 	@echo "make test-frameworks  the adapters, with the real frameworks, in $(FRAMEWORKS): gigabytes, half an hour"
+	@echo "make test-frameworks-oldest  those with $(OLDEST), in $(FRAMEWORKS)-oldest"
 	@echo "make test-newest  all of it with the newest torch and frameworks, in $(NEWEST): gigabytes, an hour."
 	@echo "               It takes a newer Python too: make test-newest PYTHON=python3.13"
 	@echo "make torture   tests/torture: more than 10,000 faults of every kind, in two hours"
@@ -100,14 +104,15 @@ test-long: $(STAMP)
 	@echo "== pytest -m long"
 	@$(BIN)/python -m pytest -q --tb=short -m long $(PYTEST_ARGS)
 
-# In an environment of their own: they bring much, and ask for versions of each other. DeepSpeed looks
+# In environments of their own: they bring much, and ask for versions of each other. DeepSpeed looks
 # at torch while it is built, so it sees the one that is installed.
-$(FRAMEWORKS)/.installed: pyproject.toml constraints.txt
-	@echo "== install into $(FRAMEWORKS): laststep, torch and the frameworks"
-	@test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
-	@$(FRAMEWORKS)/bin/python -m pip install --quiet -c constraints.txt hatchling editables setuptools wheel torch
-	@DS_BUILD_OPS=0 $(FRAMEWORKS)/bin/python -m pip install --quiet --no-build-isolation -c constraints.txt \
+$(FRAMEWORKS)/.installed $(FRAMEWORKS)-oldest/.installed: pyproject.toml constraints.txt
+	@echo "== install into $(@D): laststep, torch and the frameworks"
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet -c constraints.txt hatchling editables setuptools wheel torch
+	@DS_BUILD_OPS=0 $(@D)/bin/python -m pip install --quiet --no-build-isolation -c constraints.txt \
 		-e '.[dev,frameworks]'
+	@case $@ in *-oldest/*) $(@D)/bin/python -m pip install --quiet $(OLDEST);; esac
 	@touch $@
 
 test-frameworks: $(FRAMEWORKS)/.installed
@@ -115,6 +120,11 @@ test-frameworks: $(FRAMEWORKS)/.installed
 	@$(FRAMEWORKS)/bin/python -m pytest -q --tb=short -n 2 --dist loadfile -m "long or not long" \
 		tests/frameworks tests/adapters $(PYTEST_ARGS)
 	@$(FRAMEWORKS)/bin/python -m pytest -q --tb=short tests/test_docs.py -k what_it_needs
+
+test-frameworks-oldest: $(FRAMEWORKS)-oldest/.installed
+	@echo "== pytest tests/frameworks/test_hf.py tests/adapters/test_hf.py, with $(OLDEST)"
+	@$(FRAMEWORKS)-oldest/bin/python -m pytest -q --tb=short -n 2 --dist loadfile -m "long or not long" \
+		tests/frameworks/test_uses.py tests/frameworks/test_hf.py tests/adapters/test_hf.py $(PYTEST_ARGS)
 
 # Only the tools of the tests are held at their versions, and torch at that which was the newest: a
 # framework that wants an older one is not to replace it. One that does not install is named.
