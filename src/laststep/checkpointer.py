@@ -142,7 +142,9 @@ class Checkpointer(single.OnlyOne):
         if rank.is_first or not context.store.same_everywhere:
             look_at(context.store)
         if self._is_off:
-            log.warning("%s is set: nothing is saved to %s", DISABLED, self.path)
+            log.log(
+                system.shared_warning(), "%s is set: nothing is saved to %s", DISABLED, self.path
+            )
         watch(context.bus, settings.subscribers, progress=settings.progress)
         asked = arguments.preemption(preemption)
         self._ending = None if asked is None else Preempting(asked, rank, context.bus)

@@ -17,7 +17,7 @@ import msgspec
 from rich.filesize import decimal
 
 from laststep.constants import listed
-from laststep.process import threads
+from laststep.process import system, threads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -266,7 +266,7 @@ def log_event(event: Event) -> None:  # noqa: C901 (a case per kind)
                 f"in {event.seconds:.3f} s"
             )
         case PassedOver():
-            level = logging.WARNING
+            level = system.shared_warning()
             text = f"skipped step {event.step} ({event.folder}): {event.reason}"
         case Pruned():
             text = f"pruned step {event.step} ({event.folder})"
@@ -277,7 +277,7 @@ def log_event(event: Event) -> None:  # noqa: C901 (a case per kind)
                 f"{event.ranks[0]} and rank {event.ranks[1]}: replicas have diverged"
             )
         case PreemptionEnded():
-            level = logging.WARNING if event.committed else logging.ERROR
+            level = system.shared_warning() if event.committed else logging.ERROR
             after = f"{event.seconds:.1f} s after {event.cause}, of {event.grace_s:g} s"
             outcome = "committed" if event.committed else f"not committed ({event.problem})"
             held = listed(event.tiers) or "no tier"

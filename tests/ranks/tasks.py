@@ -301,10 +301,10 @@ class Reader:
         self.at = state["at"]
 
 
-def save_readers(run: str) -> list[str]:
+def save_readers(run: str, level: str) -> list[str]:
     """Each rank is elsewhere in its data. Returns what is logged of it."""
     reader = Reader(dist.get_rank())
-    with Heard(logging.INFO) as lines:
+    with Heard(logging.getLevelName(level)) as lines:
         with opened(run, flush="process", reader=reader, common={"w": torch.zeros(6)}) as c:
             c.restore()
             c.save(1).result()
@@ -454,11 +454,18 @@ def load_damaged(run: str, *, touched: bool) -> dict[str, object]:
             assert kinds(lambda: c.save(5))[0] == "UsageError"  # the state is mixed
         else:
             assert filled_with(model) == {-1.0}
-        restored = c.restore()
+        with Heard() as warnings:
+            restored = c.restore()
         found = filled_with(model)
         c.save(3).wait()
     skipped = [(one.step, one.reason) for one in restored.skipped]
-    return {"named": named, "step": restored.step, "skipped": skipped, "found": found}
+    return {
+        "named": named,
+        "step": restored.step,
+        "skipped": skipped,
+        "found": found,
+        "warnings": warnings,
+    }
 
 
 def load_newest(run: str) -> tuple[int | None, set[float]]:

@@ -72,7 +72,10 @@ def test_all_ranks_pass_over_what_one_ranks_file_lost(
     shutil.copytree(saved, run_folder)
     DAMAGE[how](file_of(run_folder, 2, 1))
     touched = how == "tensor"  # all else is found before anything changes
-    for found in crew("tasks:load_damaged", ranks, run=str(run_folder), touched=touched):
+    for rank, found in enumerate(
+        crew("tasks:load_damaged", ranks, run=str(run_folder), touched=touched)
+    ):
+        assert [("step 2" in warning) for warning in found["warnings"]] == [True] * (rank == 0)
         assert found["named"][0] == "CorruptError"
         assert found["step"] == 1
         assert found["found"] == {1.0}

@@ -144,7 +144,8 @@ _rank: int | None = None
 
 
 def log_as_rank(rank: int | None) -> None:
-    """Prefix log lines with that rank from now on; None for no prefix."""
+    """Prefix log lines with that rank from now on; None for no prefix. Lines of ranks other than 0
+    at INFO are dropped, unless the logger is at DEBUG: they mostly repeat those of rank 0."""
     global _rank  # noqa: PLW0603 (a process is one rank)
     _rank = rank
     known = list(logging.Logger.manager.loggerDict.values())
@@ -158,6 +159,11 @@ def logging_rank() -> int | None:
     return _rank
 
 
+def shared_warning() -> int:
+    """Return the level for a warning that is the same on all ranks: INFO on ranks other than 0."""
+    return logging.INFO if _rank else logging.WARNING
+
+
 @functools.lru_cache(maxsize=1000)
 def warn_once(log: logging.Logger, message: str) -> None:
     """Log a warning, unless this process has logged the same one before."""
@@ -165,6 +171,9 @@ def warn_once(log: logging.Logger, message: str) -> None:
 
 
 def _carry_rank(record: logging.LogRecord) -> bool:
+    is_repeated = bool(_rank) and record.levelno <= logging.INFO
+    if is_repeated and not logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
+        return False
     record.rank = _rank
     if _rank is not None:
         record.msg = f"rank {_rank}: {record.msg}"

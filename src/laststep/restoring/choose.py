@@ -35,7 +35,7 @@ from laststep.errors import CorruptError, LaststepError, NotFoundError, StorageE
 from laststep.events import Bus, PassedOver
 from laststep.format import manifest
 from laststep.format.manifest import Abort, Commit
-from laststep.process import signals
+from laststep.process import signals, system
 from laststep.process.threads import ready
 from laststep.ranks.group import collective
 from laststep.read.content import Content
@@ -384,7 +384,8 @@ class Choosing:
         if verdict is _Finding.UNSEEN:
             self._wait_to_see(chosen, error)
         elif verdict is _Finding.DELETED and not self._is_named:
-            log.warning("%s is gone, listing the run again: %s", chosen.folder, error)
+            level = system.shared_warning()
+            log.log(level, "%s is gone, listing the run again: %s", chosen.folder, error)
             self._skip(chosen, _DELETED)
             collective(self._ranks, self._list)
         elif self._use_replica(chosen, why):

@@ -20,6 +20,7 @@ from laststep.catalog.terms import TERMS_FOLDER
 from laststep.constants import CHUNK_BYTES, listed
 from laststep.errors import LaststepError, NotFoundError, StorageError, UsageError
 from laststep.memory.segments import available_bytes
+from laststep.process.system import shared_warning
 from laststep.ranks.group import ranks_on_this_node
 from laststep.settings import MIN_SLOTS, Settings
 from laststep.state.items import make_deferred
@@ -79,14 +80,17 @@ def look_at(store: Store) -> None:
             return  # a damaged run: restore() reports the details
         else:
             if path is not None and (why := _why_not_written(path)) is not None:
-                log.warning("%s can be restored, but saves to it will fail: %s", path, why)
+                log.log(
+                    shared_warning(), "%s can be restored, but saves to it will fail: %s", path, why
+                )
             return
     if path is not None:
         check_new_folder(path)
     # A run whose first save has only begun holds nothing but this folder.
     strangers = [entry.name for entry in store.list("") if entry.name != TERMS_FOLDER]
     if strangers:
-        log.warning(
+        log.log(
+            shared_warning(),
             "%s is not empty and holds no run (found %s): starting a new run there; %s",
             store.url,
             listed(strangers),

@@ -26,7 +26,7 @@ from laststep.constants import duration_s, duration_text
 from laststep.errors import AbortedError, UsageError
 from laststep.plan import frequency
 from laststep.plan.frequency import mid
-from laststep.process import signals
+from laststep.process import signals, system
 from laststep.process.threads import ready
 
 if TYPE_CHECKING:
@@ -297,7 +297,8 @@ class Schedule:
     def warn_of_unsaved_step(self) -> None:
         saved = -1 if self._saved_step is None else self._saved_step
         if self._last_step is not None and self._last_step > saved:
-            log.warning(
+            log.log(
+                system.shared_warning(),
                 "training ends with step %d, which is not saved: step(…, last=True) saves it",
                 self._last_step,
             )
