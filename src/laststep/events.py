@@ -52,14 +52,19 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Preflight(Event, frozen=True):
-    """Emitted before the first save: the needs of every save, and the available space."""
+    """Emitted at the first save: the needs of every save, and the available space. In a job of
+    several ranks, emitted on rank 0 once the first save is committed."""
 
     state_bytes: int
+    """The size of a checkpoint, of all ranks together."""
     host_memory_bytes: int
+    """The limit for one rank."""
     free_disk_bytes: int | None
+    """The free space before that save."""
     needed_disk_bytes: int
     kept_checkpoints: int | None
     """The maximum number that the retention rules keep; None if unlimited."""
+    ranks: int = 1
 
 
 class SaveStarted(Event, frozen=True):
@@ -222,18 +227,7 @@ def log_event(event: Event) -> None:  # noqa: C901 (a case per kind)
     level = logging.INFO
     match event:
         case Preflight():
-            needed, free = human(event.needed_disk_bytes), "unknown"
-            if event.free_disk_bytes is not None:
-                free = human(event.free_disk_bytes)
-                if event.free_disk_bytes < event.needed_disk_bytes:
-                    level, free = logging.WARNING, f"only {free}"
-            kept = event.kept_checkpoints
-            room = f"{needed} and more as the run grows" if kept is None else f"{needed} for {kept}"
-            text = (
-                f"every save: {human(event.state_bytes)}; host memory: "
-                f"{human(min(event.state_bytes, event.host_memory_bytes))}, at most "
-                f"{human(event.host_memory_bytes)}; disk space: {room}, free: {free}"
-            )
+            level, text = _preflight_line(event)
         case SaveStarted():
             text = f"step {event.step}: saving {human(event.size_bytes)}"
         case Captured():
@@ -285,6 +279,25 @@ def log_event(event: Event) -> None:  # noqa: C901 (a case per kind)
         case _:
             return
     log.log(level, "%s", text)
+
+
+def _preflight_line(event: Preflight) -> tuple[int, str]:
+    """Return the level and the text of the line; a warning if the disk is too small."""
+    level, free = logging.INFO, "unknown"
+    if event.free_disk_bytes is not None:
+        free = human(event.free_disk_bytes)
+        if event.free_disk_bytes < event.needed_disk_bytes:
+            level, free = logging.WARNING, f"only {free}"
+    needed, kept = human(event.needed_disk_bytes), event.kept_checkpoints
+    room = f"{needed} and more as the run grows" if kept is None else f"{needed} for {kept}"
+    cap, of_ranks = human(event.host_memory_bytes), ""
+    memory = f"{human(min(event.state_bytes, event.host_memory_bytes))}, at most {cap}"
+    if event.ranks > 1:
+        of_ranks, memory = f" from {event.ranks} ranks", f"at most {cap} per rank"
+    return level, (
+        f"every save: {human(event.state_bytes)}{of_ranks}; host memory: {memory}; "
+        f"disk space: {room}, free: {free}"
+    )
 
 
 class ProgressBar:

@@ -247,6 +247,7 @@ def preflight(**fields: object) -> events.Preflight:
         (preflight(), ("10.74 GB",)),
         (preflight(kept_checkpoints=3), ("104.86 MB", "1.07 GB", "209.72 MB", "3", "10.74 GB")),
         (preflight(free_disk_bytes=None), ("unknown",)),
+        (preflight(ranks=3), ("104.86 MB", "3 ranks", "1.07 GB per rank", "209.72 MB")),
     ],
 )
 def test_the_line_before_the_first_save_reads_well_whatever_is_unknown(

@@ -120,6 +120,13 @@ def test_what_reads_data_is_each_ranks_own_and_every_line_of_the_log_says_whose(
         assert any("step-00000001" in line for line in lines)
 
 
+def test_one_rank_tells_what_saves_of_all_ranks_need(crew: Crew, run_folder: Path) -> None:
+    ((need,), *others) = crew("tasks:preflights", 3, run=str(run_folder))
+    assert not any(others)
+    assert (need.ranks, need.state_bytes, need.needed_disk_bytes) == (3, 3 * 24, 4 * 3 * 24)
+    assert need.free_disk_bytes > 0
+
+
 def test_a_save_that_would_leave_checkpoints_behind_fails_on_all_ranks(
     crew: Crew, run_folder: Path
 ) -> None:

@@ -181,28 +181,38 @@ class ReplicationListener(Listener):
 
 
 class DiskCheck(Listener, msgspec.Struct, eq=False):
-    """Reports, with the first save, the disk space that saves need."""
+    """Reports once the disk space that saves need: at the first save, or, in a job of several
+    ranks, by rank 0 after the first commit, when it knows how much all ranks have written."""
 
     store: Store
     kept: int | None
     """Number of checkpoints that are kept, if it is bounded."""
     send: Callable[[protocol.ToTrainer], None]
     _is_told: bool = False
+    _free_bytes: int | None = None
+    """Free space before the save; None if unknown."""
 
     def begun(self, save: FlusherSave) -> None:
-        if self._is_told:
+        if self._is_told or save.begin.role == "member":
             return
-        self._is_told = True
-        free_bytes = None
         with contextlib.suppress(LaststepError):  # then the free space is unknown
-            free_bytes = self.store.free_bytes()
-        state_bytes = sum(map(attrgetter("tensor_bytes"), save.begin.files))
+            self._free_bytes = self.store.free_bytes()
+        if save.begin.role == "alone":
+            self._tell(sum(map(attrgetter("tensor_bytes"), save.begin.files)), 1)
+
+    def committed(self, save: FlusherSave) -> None:
+        if not self._is_told and save.begin.role == "first" and save.decision is not None:
+            self._tell(sum(item.size_bytes for item in save.decision.items), save.decision.ranks)
+
+    def _tell(self, state_bytes: int, ranks: int) -> None:
+        self._is_told = True
         self.send(
             protocol.DiskNeed(
                 state_bytes=state_bytes,
-                free_disk_bytes=free_bytes,
+                free_disk_bytes=self._free_bytes,
                 needed_disk_bytes=state_bytes * ((self.kept or 1) + 1),
                 kept_checkpoints=self.kept,
+                ranks=ranks,
             )
         )
 

@@ -199,6 +199,7 @@ class DiskNeed(_Message, frozen=True, kw_only=True):
     free_disk_bytes: int | None
     needed_disk_bytes: int
     kept_checkpoints: int | None
+    ranks: int = 1
 
 
 class News(OfSave, frozen=True, kw_only=True):
