@@ -523,10 +523,11 @@ def load_with_more(run: str, where: int) -> tuple[tuple[str, str], set[float]]:
     fill(model, -1)
     if dist.get_rank() == where:
         model.extra = nn.Parameter(torch.zeros(3))
+        model.other = nn.Parameter(torch.zeros(3))
     with opened(run, model=model) as c:
         error = kinds(c.restore)
     if dist.get_rank() == where:
-        del model.extra
+        del model.extra, model.other
     return error, filled_with(model)
 
 

@@ -127,7 +127,10 @@ def test_where_nothing_is_good_all_ranks_say_so(crew: Crew, saved: Path, run_fol
 def test_what_one_rank_lacks_stops_all_before_anything_changes(
     crew: Crew, saved: Path, where: int
 ) -> None:
-    for (kind, message), left in crew("tasks:load_with_more", 3, run=str(saved), where=where):
+    found = crew("tasks:load_with_more", 3, run=str(saved), where=where)
+    for rank, ((kind, message), left) in enumerate(found):
         assert kind == "MismatchError"
         assert "model/extra" in message
+        assert ("model/other" in message) == (rank == where)  # others name the first of them
+        assert rank == where or names(message, f"rank {where}: ", "2 places", "see its log")
         assert left == {-1.0}

@@ -184,8 +184,8 @@ def agree(digests: Sequence[bytes], local_layouts: dict[bytes, LocalLayout]) -> 
             what="the states of the ranks do not match: they differ",
             where="save()",
             remedy=(
-                "make them equal; wrap per-rank state in laststep.PerRank, and let every rank "
-                "of a mesh hold its shard"
+                "make them equal, wrap per-rank state in laststep.PerRank, or let every rank of a "
+                "mesh hold its shard"
             ),
         )
     dtypes = {key: by_group[0][0].dtype for key, by_group in described.items()}

@@ -346,6 +346,7 @@ def _cause(ranks: Ranks, error: LaststepError | None) -> BaseException:
 def _encode(error: LaststepError) -> bytes:
     kind, fields = error.to_wire()
     lines = error.problems.lines() if isinstance(error, errors.MismatchError) else ()
-    if lines:
-        fields["found"] = "; ".join(lines[:20])
+    if lines:  # the rank itself raises all of them
+        fields["what"] = f"{fields['what']} (first: {lines[0]})"
+        fields["remedy"] = "; ".join(filter(None, ("see its log", fields.get("remedy"))))
     return msgspec.msgpack.encode((kind, fields))
