@@ -153,13 +153,13 @@ def save_random(run: str) -> list[float]:
 
 
 def load_random(run: str, *, late: bool = False) -> tuple[list[float], list[str]]:
-    """Returns what this rank draws after the restore, and the warnings."""
+    """Returns what this rank draws after the restore, and what is logged of derived states."""
     seed(100 + dist.get_rank())
     own = laststep.RNG()
     rng = laststep.Deferred(lambda: own) if late else own
-    with Heard() as warnings, opened(run, rng=rng) as c:
+    with Heard(logging.INFO) as lines, opened(run, rng=rng) as c:
         assert c.restore().step == 1
-    return drawn(), warnings
+    return drawn(), [line for line in lines if "rng" in line]
 
 
 class Place(laststep.StateProvider):

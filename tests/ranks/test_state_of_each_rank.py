@@ -22,7 +22,7 @@ def test_random_numbers_go_on_on_each_rank(crew: Crew, run_folder: Path) -> None
     assert len({tuple(one) for one in drawn}) == 3
     again = crew("tasks:load_random", 3, run=run)
     assert [numbers for numbers, _ in again] == drawn
-    assert not any(warnings for _, warnings in again)
+    assert not any(lines for _, lines in again)
     fewer = crew("tasks:load_random", 2, run=run)
     assert [numbers for numbers, _ in fewer] == drawn[:2]
     one = crew("tasks:load_random", 1, run=run)
@@ -30,6 +30,9 @@ def test_random_numbers_go_on_on_each_rank(crew: Crew, run_folder: Path) -> None
     more = crew("tasks:load_random", 4, run=run)
     assert [numbers for numbers, _ in more][:3] == drawn
     assert more[3][0] not in drawn
+    ((line,), *others) = [lines for _, lines in more]
+    assert names(line, "rank 0: rng: ", "3 ranks", "4", "rank 3")
+    assert not any(others)
     made_late = crew("tasks:load_random", 4, run=run, late=True)
     assert [numbers for numbers, _ in made_late] == [numbers for numbers, _ in more]
 
@@ -75,7 +78,9 @@ def test_the_provider_says_what_becomes_of_it_with_other_ranks(
             assert error == ""
             kept = policy == "keep" and rank < 3
             assert place == seen(10 + rank if kept else 50)
-            assert bool(warnings) == (not kept)
+            assert len(warnings) == (rank == 0 and (policy == "drop" or ranks > 3))
+            own = [f"rank {n}" for n in range(ranks) if policy == "drop" or n > 2]
+            assert all(names(warning, "place", "3 ranks", *own) for warning in warnings)
 
 
 def test_parts_of_groups_and_marks_inside_of_marks_say_what_becomes_of_them(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from laststep.constants import listed
 from laststep.errors import MismatchError, NotFoundError, Problems
 from laststep.ranks.group import collective
 from laststep.restoring.match import PLAIN_KINDS, Match, match_item
@@ -36,8 +37,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_decode_note = msgspec.msgpack.Decoder(tuple[list[str], bool, bool, bool]).decode
-"""Unexpected names; whether a rank has aliases, lacks something, restores anything."""
+
+class _Note(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The findings of one rank, for the others."""
+
+    unexpected: list[str]
+    has_aliases: bool
+    lacks: bool
+    """True if the checkpoint lacks something that this rank has."""
+    takes: bool
+    """True if this rank restores anything."""
+    kept: list[str]
+    derived: list[str]
+
+
+_decode_note = msgspec.msgpack.Decoder(_Note).decode
 VALUE = "state"
 """Name of the only item in a checkpoint of a one-off state."""
 
@@ -74,8 +88,10 @@ class RestorePlan:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
-    derived: set[str] = field(default_factory=set)
+    derived: list[str] = field(default_factory=list)
     """Items whose state this rank derives from another rank's."""
+    kept: list[str] = field(default_factory=list)
+    """Per-rank items that this rank does not restore, because the number of ranks changed."""
     merged: list[str] = field(default_factory=list)
     """Items whose state a function computes from the stored states of all ranks."""
     problems: Problems = field(default_factory=Problems)
@@ -113,14 +129,19 @@ def plan_restore(
     plan.have_aliases = any(match.aliases for match in plan.matches)
     lacks = bool(plan.missing or plan.mismatched)
     takes = bool(plan.merged) or any(m.reads or not m.item.names for m in plan.matches)
-    unexpected = plan.unexpected
-    if ranks.size > 1:
-        note = msgspec.msgpack.encode((unexpected, plan.have_aliases, lacks, takes))
-        notes = [_decode_note(data) for data in ranks.all_gather(note)]
-        of_ranks, *flags = zip(*notes, strict=True)
-        common = set(unexpected).intersection(*of_ranks)
-        unexpected = list(filter(common.__contains__, unexpected))
-        plan.have_aliases, lacks, takes = map(any, flags)
+    note = _Note(
+        unexpected=plan.unexpected,
+        has_aliases=plan.have_aliases,
+        lacks=lacks,
+        takes=takes,
+        kept=plan.kept,
+        derived=plan.derived,
+    )
+    notes = [_decode_note(data) for data in ranks.all_gather(msgspec.msgpack.encode(note))]
+    common = set(plan.unexpected).intersection(*(note.unexpected for note in notes))
+    unexpected = list(filter(common.__contains__, plan.unexpected))
+    plan.have_aliases = any(note.has_aliases for note in notes)
+    lacks, takes = any(note.lacks for note in notes), any(note.takes for note in notes)
     plan.problems = problems = Problems(
         missing=tuple(plan.missing), unexpected=tuple(unexpected), mismatched=tuple(plan.mismatched)
     )
@@ -136,6 +157,10 @@ def plan_restore(
 
     if is_useless or (strict and (unexpected or lacks)):
         collective(ranks, judge)
+    if ranks.size == 1:
+        _log_ranks_changed({ranks.rank.number: note}, content.commit.ranks, ranks.rank.ranks)
+    elif ranks.rank.is_first:
+        _log_ranks_changed(dict(enumerate(notes)), content.commit.ranks, ranks.size)
     if problems.missing or problems.mismatched:
         _warn_of_problems(problems)
     for match in plan.matches if strict else ():
@@ -238,17 +263,48 @@ def _takes_over(
     if policy in ("keep", "derive") and rank.number < stored:
         return True
     if policy == "derive":
-        plan.derived.add(name)
+        plan.derived.append(name)
         return True
-    what = f"per-rank state was saved by {stored}, but this job has {rank.ranks}"
     if policy == "refuse":
+        what = f"per-rank state was saved by {_ranks(stored)}, but this job has {rank.ranks}"
         plan.mismatched.append(
             f"{name}: {what}; pass laststep.PerRank({name}, when_ranks_change=…) "
             "with 'keep', 'drop' or a function"
         )
     else:
-        log.warning("%s: %s: rank %d begins with its own", name, what, rank.number)
+        plan.kept.append(name)
     return False
+
+
+def _log_ranks_changed(notes: Mapping[int, _Note], stored: int, ranks: int) -> None:
+    """Log which ranks do not get the per-rank state of their number: rank 0 does so for all."""
+    kept, derived = dict[str, list[str]](), dict[str, list[str]]()
+    for rank, note in notes.items():
+        for name in note.kept:
+            kept.setdefault(name, []).append(f"rank {rank}")
+        for name in note.derived:
+            derived.setdefault(name, []).append(f"rank {rank}")
+    why = f"per-rank state was saved by {_ranks(stored)}, but this job has {ranks}"
+    for name, of_item in kept.items():
+        log.warning(
+            "%s: %s: it is not restored on %s, which %s the initial state",
+            name,
+            why,
+            listed(of_item, 8),
+            "keeps" if len(of_item) == 1 else "keep",
+        )
+    for name, of_item in derived.items():
+        log.info(
+            "%s: %s: %s %s a state derived from rank 0's",
+            name,
+            why,
+            listed(of_item, 8),
+            "gets" if len(of_item) == 1 else "get",
+        )
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 def _warn_of_problems(problems: Problems) -> None:
