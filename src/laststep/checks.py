@@ -30,12 +30,13 @@ class _NamesFields(msgspec.StructMeta):
     def __call__(cls, *unnamed: object, **fields: object) -> Any:  # noqa: N805 (of a class)
         known = cls.__struct_fields__
         unknown = [name for name in fields if name not in known]
-        if unnamed or unknown:
-            found = unknown[0] if unknown else shown(unnamed[0])
+        too_many = unnamed[len(cls.__match_args__) :]
+        if too_many or unknown:
+            found = unknown[0] if unknown else shown(too_many[0])
             near = difflib.get_close_matches(found, known, n=1)
             remedy = f"did you mean {near[0]}=…?" if near else f"it has {', '.join(known)}"
             raise UsageError(f"{cls.__name__} has no setting {found}", remedy=remedy)
-        return super().__call__(**fields)
+        return super().__call__(*unnamed, **fields)
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True, metaclass=_NamesFields):
