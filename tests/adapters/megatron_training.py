@@ -267,6 +267,7 @@ def pretend_cuda() -> None:
 
     torch.Tensor.type = cuda_type
     torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.current_stream = torch.cuda.synchronize = lambda *_: None  # not used with gloo
     OnCpu().__enter__()
 
 

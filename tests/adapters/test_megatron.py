@@ -194,6 +194,16 @@ def test_experts_over_other_parallelism_than_data_are_refused(
         megatron._refuse_experts(parameter, name, parts)
 
 
+@pytest.mark.parametrize("kind", ["", "expert_"])
+def test_weights_sharded_over_more_than_tensor_parallelism_are_refused(kind: str) -> None:
+    net = nn.Linear(2, 2)
+    net.config = SimpleNamespace(**{f"{kind}gtp_weight_remat_size": 1})
+    megatron._model_of([Chunk(net)])
+    net.config = SimpleNamespace(**{f"{kind}gtp_weight_remat_size": 2})
+    with raises(laststep.UsageError, found=f"{kind}gtp_weight_remat_size 2"):
+        megatron._model_of([Chunk(net)])
+
+
 def test_a_frozen_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda size: list(range(size)))
     net = nn.Linear(2, 2)

@@ -1,4 +1,6 @@
-"""A state as Megatron's models describe it, over ranks: FOLDER save|load|own BACKEND.
+"""A state as Megatron's models describe it, over ranks: FOLDER save|load|others [parallel].
+
+With `parallel`, Megatron's wrappers spread the work over replicas.
 
 A dense weight cut in columns, one that all ranks have, experts of which each rank has some, moments
 of each under the names of the optimizer, an object for each rank, and plain values.
@@ -15,8 +17,15 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor, serialization
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 
-import laststep
+from laststep.megatron import LoadStrategy, SaveStrategy
+
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("adapters", "ranks")]
+from megatron_training import pretend_cuda
 
 EXPERTS, WIDTH = 4, 8
 
@@ -50,25 +59,29 @@ def described(*, empty):
     return state, parts
 
 
-def main(folder, what, backend="laststep"):
+def main(folder, what, way="plain"):
     dist.init_process_group("gloo")
-    strategy = (backend, 1)
-    if backend == "laststep":
-        assert laststep.megatron.LoadStrategy  # which registers both
+    if way == "parallel":  # the wrappers exchange what they load through a GPU
+        pretend_cuda()
+        torch.Tensor.cuda = lambda tensor, *_, **__: tensor
     if what == "save":
         if dist.get_rank() == 0:
             Path(folder).mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        if backend == "laststep":
-            strategy = laststep.megatron.SaveStrategy()
+        strategy = SaveStrategy()
+        if way == "parallel":
+            strategy = FullyParallelSaveStrategyWrapper(strategy)
         dist_checkpointing.save(described(empty=False)[0], folder, sharded_strategy=strategy)
     else:
         state, parts = described(empty=True)
         if what == "others":
             del state["rng"]  # of which there is one for each rank that saved
-        loaded = dist_checkpointing.load(state, folder)
+        strategy = LoadStrategy()
+        if way == "parallel":
+            strategy = FullyParallelLoadStrategyWrapper(strategy)
+        loaded = dist_checkpointing.load(state, folder, sharded_strategy=strategy)
         same = all(torch.equal(loaded[name], part) for name, part in parts.items())
-        keys = sorted(serialization.load_sharded_metadata(folder))
+        keys = sorted(serialization.load_sharded_metadata(folder, LoadStrategy()))
         facts = [same, loaded.get("rng"), loaded["iteration"], loaded["args"], keys]
         Path(f"{folder}.{what}{dist.get_rank()}.json").write_text(json.dumps(facts))
     dist.destroy_process_group()

@@ -11,15 +11,17 @@ computed from it and gathered, as in a step.
 Describing the state needs no communication: the location of each parameter is read from the
 optimizer, and its sharding from the attributes that Megatron sets. This module imports nothing from
 Megatron, except for `SaveStrategy` and `LoadStrategy`, which serve Megatron's own save and load
-calls. Tested with Megatron-Core 0.16.1, on CPUs in place of GPUs.
+calls. Tested with Megatron-Core 0.16 to 0.19, on CPUs in place of GPUs.
 
 Not supported, and refused: experts with any but data parallelism; layers with their own way of
-sharding, such as Mamba's, and gated layers without a stride; frozen parameters that are sharded;
-the precision-aware optimizer; Megatron's own FSDP.
+sharding, such as Mamba's, and gated layers without a stride; weights that are sharded over more
+than tensor parallelism (GTP); frozen parameters that are sharded; the precision-aware optimizer;
+Megatron's own FSDP.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from itertools import chain
@@ -29,7 +31,9 @@ import torch
 import torch.distributed as dist
 
 from laststep.adapters.flat_state import AXIS, FlatMember, FlatModule, FlatOptimizer
+from laststep.adapters.framework import Framework
 from laststep.errors import UsageError
+from laststep.megatron.uses import USES
 from laststep.state.layouts import Flat, Mesh, Replicate, Shard
 
 if TYPE_CHECKING:
@@ -40,6 +44,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LoadStrategy", "SaveStrategy", "model", "optimizer"]
 
+FRAMEWORK = Framework(
+    package="megatron-core", extra="megatron", oldest="0.16", newest="0.19", uses=USES
+)
 _SIZES_OF_PARTS = (
     "output_size_per_partition",
     "input_size_per_partition",
@@ -55,6 +62,12 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+@functools.cache
+def check_version() -> None:
+    """Check the version of Megatron-Core, once."""
+    FRAMEWORK.check()
 
 
 def model(model: torch.nn.Module | Sequence[torch.nn.Module], optimizer: object) -> StateProvider:
@@ -121,6 +134,8 @@ class _MegatronModule(FlatModule):
 
 
 def _distributed(optimizer: object) -> list[Any]:
+    if "megatron.core" in sys.modules:
+        check_version()
     parts = list(getattr(optimizer, "chained_optimizers", [optimizer]))
     if not all(hasattr(part, "gbuf_ranges") for part in parts):
         raise UsageError(
@@ -214,8 +229,8 @@ def _cut_of(parameter: torch.Tensor, model: _Model, parts: int) -> tuple[int, in
     raise UsageError(
         "cannot determine how tensor parallelism shards a parameter",
         where=name,
-        expected="partition_dim and partition_stride as Megatron-Core 0.16 sets them for linear "
-        "layers, with a stride of 2 for a gated linear_fc1",
+        expected="partition_dim and partition_stride as Megatron sets them for its linear layers, "
+        "with a stride of 2 for a gated linear_fc1",
         found=f"dimension {dim} and stride {stride}, shape {list(parameter.shape)}",
         remedy="make the model with perform_initialization, or train with tensor-parallel size 1",
     )
@@ -231,7 +246,7 @@ def _check(optimizer: Any, parameter: torch.Tensor, layout: Flat) -> None:
             "cannot determine how Megatron shards a parameter",
             expected=f"elements {ours} of a parameter of shape {list(parameter.shape)}",
             found=f"{(said.start, said.end)}",
-            remedy="use Megatron-Core 0.16",
+            remedy="use a release of Megatron-Core that laststep was tested with",
         )
 
 
@@ -274,6 +289,14 @@ def _model_of(chunks: list[torch.nn.Module]) -> _Model:
             if _is_part(parameter) or (knows and name == "weight"):
                 cut.add(id(parameter))
     configs = [getattr(_unwrapped(chunk), "config", None) for chunk in chunks]
+    for size in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):  # since 0.19
+        shards = max((getattr(config, size, 1) for config in configs), default=1)
+        if shards > 1:
+            raise UsageError(
+                "cannot lay out weights that Megatron shards over more than tensor parallelism",
+                found=f"{size} {shards}",
+                remedy="train without that, or use Megatron's own checkpoints",
+            )
     return _Model(
         names, cut, any(getattr(config, "gated_linear_unit", False) for config in configs)
     )
