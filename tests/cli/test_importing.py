@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from safetensors.torch import save_file
 
 import laststep as library
+from expect import names
 from laststep.cli.foreign import items_of
 
 if TYPE_CHECKING:
@@ -49,6 +52,18 @@ def test_a_data_file_of_a_checkpoint_becomes_the_model(
     assert laststep("import", path, run_folder).status == 0
     wanted, found = library.load(golden, step=1)["model"], library.load(run_folder)["model"]
     assert torch.equal(found["norm.running_mean"], wanted["norm.running_mean"])
+
+
+def test_commands_for_runs_name_the_command_that_reads_a_folder_of_dcp(
+    laststep: Callable, tmp_path: Path
+) -> None:
+    with warnings.catch_warnings():  # of the single process
+        warnings.simplefilter("ignore")
+        torch.distributed.checkpoint.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "dcp")
+    for command in ("ls", "show"):
+        ended = laststep(command, tmp_path / "dcp")
+        assert ended.status != 0
+        assert names(ended.err, "DCP", f"laststep import {tmp_path / 'dcp'} RUN")
 
 
 def test_a_pack_is_no_file_of_tensors(laststep: Callable, run_folder: Path) -> None:

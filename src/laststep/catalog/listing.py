@@ -39,6 +39,7 @@ _VERY_MANY = 4096
 """A scan skips the rank subfolders of a checkpoint with more files than this."""
 _DATA_FILES = (".safetensors", ".pack")
 _LOOKED_INTO = 100
+_DCP_METADATA = ".metadata"
 """The most folders that are searched for a run when the given path is not one."""
 _LOOKS_AT_ONCE = 16
 """Folders of an object store that are scanned at once; each takes two or three requests."""
@@ -376,7 +377,12 @@ def nearest_steps(steps: Iterable[int], wanted: int) -> str:
 
 
 def remedy_for_no_run(store: Store) -> str | None:
-    """Return a remedy for a user who passed the parent folder of a run; None if it is not one."""
+    """Return a remedy for a user who passed a DCP checkpoint or the parent folder of a run; None if
+    it is neither."""
+    if _DCP_METADATA in store.file_names(""):
+        return (
+            f"this is a checkpoint of PyTorch's DCP: `laststep import {store.url} RUN` converts it"
+        )
     folders = store.folder_names("")[:_LOOKED_INTO]
     runs = sorted(name for name in folders if attempts.RUN_NAME in store.file_names(name))
     if not runs:
