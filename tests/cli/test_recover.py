@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 import laststep as library
+from expect import names, warned
 from laststep.catalog.attempt import Attempt
 from laststep.catalog.run import Run
 from laststep.errors import StorageError
 from laststep.memory import segments
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
+from laststep.tiers.nearest import NearestStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +50,7 @@ def test_a_dry_run_and_keep_remove_nothing(maker, own, laststep, base: str) -> N
     segment = own().die()
     maker.seal(segment, 7)
     told = laststep("recover", "--base", base, "--dry-run")
-    assert (told.status, "  alone" in told.out) == (0, True)
+    assert (told.status, "  only in memory" in told.out) == (0, True)
     assert library.open(maker.path).steps() == []
     (one,) = laststep("recover", "--base", base, "--keep", "--json").json()["segments"]
     assert [save["state"] for save in one["saves"]] == ["recovered"]
@@ -66,7 +68,7 @@ def test_what_lives_is_listed_and_left_alone(maker, own, laststep, base: str) ->
     told = laststep("recover", "--base", base)
     assert told.status == 0
     assert f"pid {owner.process.pid}, alive" in told.out
-    assert "  alone" in told.out
+    assert "  only in memory" in told.out
     assert len(segments.found(base)) == 2
     assert library.open(maker.path).steps() == []
     empty.die()
@@ -89,7 +91,7 @@ def test_what_a_start_that_has_committed_nothing_went_on_from_is_stored(
 ) -> None:
     maker.seal(own().die(), 7)
     maker.start(continues)  # it dies before its first save is whole
-    assert "  alone" in laststep("recover", "--base", base, "--dry-run").out
+    assert "  only in memory" in laststep("recover", "--base", base, "--dry-run").out
     assert "recovered, removed" in laststep("recover", "--base", base).out
     assert library.open(maker.path).steps() == [7]
 
@@ -157,9 +159,30 @@ def test_what_cannot_be_stored_stays_and_the_status_says_so(
 
 def test_one_rank_of_several_alone_is_not_stored(maker, own, laststep, base: str) -> None:
     maker.seal(own(ranks=2).die(), 7)
+    told = laststep("recover", "--base", base, "--dry-run")
+    assert names(told.out, "captured by", "1 of 2 ranks", "incomplete")
+    assert "only in memory" not in told.out
     told = laststep("recover", "--base", base)
     assert (told.status, "of 2 ranks" in told.out) == (1, True)
     assert len(segments.found(base)) == 1
+
+
+def test_a_restore_tells_of_newer_steps_that_not_all_ranks_have_captured(
+    maker, own, base: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    maker.save(5)
+    segment = own(ranks=3).die()
+    for step in (6, 7):
+        maker.seal(segment, step)
+    for _ in range(2):
+        with closing(NearestStore(DirectoryStore(maker.path), base, None)) as store:
+            assert store.look() == {}
+    assert len(warned(caplog, "step 6 (1 of 3 ranks)", "step 7 (1 of 3 ranks)")) == 1
+    maker.save(8)
+    caplog.clear()
+    with closing(NearestStore(DirectoryStore(maker.path), base, None)) as store:
+        assert store.look() == {}
+    assert warned(caplog) == []
 
 
 def test_other_runs_and_half_made_folders_are_left_alone_where_a_run_is_named(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -17,8 +18,8 @@ from laststep.constants import duration_text
 from laststep.errors import CorruptError, LaststepError
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.shared_memory import BASE
+from laststep.tiers import recovery
 from laststep.tiers.copying import Pacing
-from laststep.tiers.recovery import recover as recover_all
 from laststep.tiers.runs import plan_copy
 
 if TYPE_CHECKING:
@@ -268,7 +269,7 @@ def recover(
     Snapshots that exist nowhere else are stored in their run; then the memory of the dead processes
     is freed. Memory of living processes is not touched.
     """
-    report = recover_all(run, base=base, keep=keep, dry_run=dry_run)
+    report = recovery.recover(run, base=base, keep=keep, dry_run=dry_run)
     if as_json:
         print_json({"ok": report.ok, "segments": report.segments, "debris": report.debris})
     else:
@@ -280,7 +281,12 @@ def recover(
 def _print_recovered(report: RecoverReport, base: str) -> None:
     if not report.segments:
         say(f"shared memory is empty ({base})")
-    print_table([row for segment in report.segments for row in _rows(segment)])
+    parts = Counter(
+        (segment.run, segment.ranks, save.folder)
+        for segment in report.segments
+        for save in segment.saves
+    )
+    print_table([row for segment in report.segments for row in _rows(segment, parts)])
     for segment in report.segments:
         for save in segment.saves:
             if save.error is not None:
@@ -295,16 +301,26 @@ def _print_recovered(report: RecoverReport, base: str) -> None:
         say(f"removed {count} of dead processes, {size}")
 
 
-def _rows(segment: OrphanedSegment) -> Iterator[dict[str, str]]:
-    """Yield a row for each save in a segment, or one for a segment without saves."""
-    rank, ranks = segment.rank, segment.ranks
+def _rows(
+    segment: OrphanedSegment, parts: Counter[tuple[str, int, str]]
+) -> Iterator[dict[str, str]]:
+    """Yield a row for each save in a segment, or one for a segment without saves. `parts` counts
+    the ranks that have captured each save."""
+    ranks = segment.ranks
     for save in segment.saves or (None,):
         sized = segment if save is None else save
-        state = "holds no save" if save is None else save.state.value
+        state, captured = "holds no save", ""
+        if save is not None:
+            present = parts[segment.run, ranks, save.folder]
+            captured = f"{present} of {count_text(ranks, 'rank')}"
+            state = save.state.value
+            if save.state is recovery.SnapshotState.ALONE:
+                state = "only in memory" if present == ranks else "incomplete, cannot be stored"
         yield {
             "run": segment.run,
             "step": "" if save is None else str(save.step),
-            "rank": f"{rank}" if ranks == 1 else f"{rank} of {ranks}",
+            "rank": str(segment.rank),
+            "captured by": captured,
             "size": size_text(sized.size_bytes),
             "owner": f"pid {segment.pid}, {'alive' if segment.is_alive else 'gone'}",
             "age": duration_text(max(time.time() - sized.created_s, 0.0)),

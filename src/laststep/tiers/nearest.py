@@ -70,9 +70,10 @@ class NearestStore(Store):
         """Return the snapshots in memory by folder, which are searched for on the first call."""
         with self._lock:
             if self._snapshots is None:
-                found = (
-                    recovery.snapshots_of(self.primary, self._base, self._own) if self._base else []
-                )
+                found = list[snapshots.MemorySnapshot]()
+                if self._base:
+                    found = recovery.snapshots_of(self.primary, self._base, self._own)
+                    recovery.warn_of_incomplete(self.primary, self._base, found)
                 for snapshot in found:
                     recovery.check_records(self.primary, snapshot)
                 self._snapshots = {snapshot.folder: snapshot for snapshot in found}

@@ -22,12 +22,13 @@ import msgspec
 from laststep.catalog import terms
 from laststep.catalog.attempt import RUN_NAME, Attempt, AttemptName, read_decision
 from laststep.catalog.run import Run, newest_point, run_id
-from laststep.constants import CHUNK_BYTES, align_up
+from laststep.constants import CHUNK_BYTES, align_up, listed
 from laststep.errors import AlreadyExistsError, CorruptError, LaststepError, UsageError
 from laststep.format import index as index_format
 from laststep.format.manifest import Commit, WrittenIndexes
 from laststep.memory import segments
 from laststep.process import signals
+from laststep.process.system import warn_once
 from laststep.settings import WAIT_FOR_OTHERS_S
 from laststep.storage.files import absolute
 from laststep.storage.registry import open_store, real_place
@@ -82,6 +83,25 @@ def snapshots_of(
         for snapshot in snapshots.opened(parts)
     ]
     return sorted(opened, key=lambda snapshot: snapshot.record.at.point)
+
+
+def warn_of_incomplete(store: Store, base: str, usable: Sequence[snapshots.MemorySnapshot]) -> None:
+    """Log newer steps that cannot be restored, because only some ranks had captured them before
+    all processes died. `usable` are the snapshots of all ranks."""
+    run = run_id(store)
+    newest = max([newest_point(store).commit, *(each.record.at.point for each in usable)])
+    dead = [s for s in segments.found(base, real_place(store.url)) if not s.is_alive()]
+    missed = {
+        part.record.at.step: f"step {part.record.at.step} ({part.present} of {part.ranks} ranks)"
+        for part in snapshots.incomplete(dead)
+        if part.record.run == run and part.record.at.point > newest
+    }
+    if missed:
+        warn_once(
+            log,
+            "shared memory holds newer steps that are not restored, because only some ranks had "
+            f"captured them: {listed(text for _, text in sorted(missed.items()))}",
+        )
 
 
 def check_records(store: Store, snapshot: snapshots.MemorySnapshot) -> None:
@@ -159,7 +179,7 @@ def store_snapshot(store: Store, snapshot: snapshots.MemorySnapshot) -> bool:
         known, living = terms.Terms(store), run.live_writer()
         is_left_behind = standing_of(store, record) is SnapshotState.LEFT_BEHIND
         if is_left_behind or (living is not None and living.term > at.term):
-            raise known.superseded_error(max(known.numbers()), f"abandoned {at.term}")
+            raise known.superseded_error(max(known.numbers()), f"no job later than term {at.term}")
 
     check()
     with closing(run.lock_term(at.term)):

@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
@@ -322,19 +322,48 @@ def complete(found: Iterable[Segment]) -> list[RankParts]:
     )
 
 
+class Incomplete(NamedTuple):
+    """A snapshot of which the parts of some ranks are missing."""
+
+    record: SnapshotRecord
+    present: int
+    ranks: int
+
+
+def incomplete(found: Iterable[Segment]) -> list[Incomplete]:
+    """Return the snapshots of which these segments hold the parts of some ranks only."""
+    parts = (
+        (segment.owner.rank, segment.owner.ranks, record, segment)
+        for segment in found
+        for record in records_in(segment)
+    )
+    return [
+        Incomplete(next(iter(by_rank.values()))[1], len(by_rank), ranks)
+        for ranks, by_rank in _by_attempt(parts)
+        if len(by_rank) < ranks
+    ]
+
+
 def _whole(
     parts: Iterable[tuple[int, int, SnapshotRecord, _Place]],
 ) -> list[Sequence[tuple[_Place, SnapshotRecord]]]:
     """Assemble parts (rank, ranks, record, place). An attempt belongs to one job instance, so all
     parts of it do."""
+    return [
+        [by_rank[rank] for rank in range(ranks)]
+        for ranks, by_rank in _by_attempt(parts)
+        if by_rank.keys() == set(range(ranks))
+    ]
+
+
+def _by_attempt(
+    parts: Iterable[tuple[int, int, SnapshotRecord, _Place]],
+) -> list[tuple[int, dict[int, tuple[_Place, SnapshotRecord]]]]:
+    """Group parts by attempt: the number of ranks that saved, and the parts by rank."""
     found: dict[tuple[str, int, AttemptName], dict[int, tuple[_Place, SnapshotRecord]]] = {}
     for rank, ranks, record, place in parts:
         found.setdefault((record.run, ranks, record.at), {})[rank] = place, record
-    return [
-        [by_rank[rank] for rank in range(ranks)]
-        for (_, ranks, _), by_rank in found.items()
-        if by_rank.keys() == set(range(ranks))
-    ]
+    return [(ranks, by_rank) for (_, ranks, _), by_rank in found.items()]
 
 
 def opened(parts: RankParts) -> list[MemorySnapshot]:
