@@ -101,7 +101,7 @@ def test_a_new_trainer_waits_for_a_first_save_of_which_nothing_is_in_the_run_yet
     second.do("close")
     first.wait_for_helper()
     assert laststep.open(run_folder).steps() == [1, 2]
-    assert not list((run_folder / "terms").glob("start-*"))
+    assert not list((run_folder / "terms").glob("start-*.lock"))
 
 
 def test_the_orphan_of_a_dead_trainer_takes_the_run_from_nobody(

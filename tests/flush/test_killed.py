@@ -65,7 +65,7 @@ def test_a_commit_of_which_the_flusher_died_before_it_told_is_reported_as_one(
         # The next flusher goes on from there.
         checkpointer.save(3).wait(PATIENCE_S)
     assert laststep.open(run_folder).steps() == [1, 2, 3]
-    assert not list((run_folder / "terms").glob("start-*"))
+    assert not list((run_folder / "terms").glob("start-*.lock"))
 
 
 @pytest.mark.parametrize("flush", ["thread", "process"])

@@ -34,6 +34,7 @@ from laststep.format.index import (
     in_place,
     index_name,
     pack_name,
+    renumbered,
     runs_of,
 )
 from laststep.format.layout import FileLayout
@@ -424,7 +425,7 @@ class SaveWriter:
             StoredLayout(
                 layout=target.layout,
                 digests=bytes(target.digests),
-                runs=tuple(run.renumbered(numbers) for run in own),
+                runs=renumbered(own, numbers),
                 lossy={} if target.rounding is None else target.rounding.names,
             )
             for target, own in zip(self._layouts, runs, strict=True)

@@ -11,9 +11,11 @@ repeats the digest. `decode` checks everything that a reader relies on.
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 from itertools import pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -110,8 +112,14 @@ class BlockRun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
     def renumbered(self, numbers: Mapping[int, int]) -> BlockRun:
         """Return the same blocks in an index with other file numbers."""
-        bases = tuple(base.renumbered(numbers) for base in self.bases)
-        return msgspec.structs.replace(self, file=numbers[self.file], bases=bases)
+        return msgspec.structs.replace(
+            self, file=numbers[self.file], bases=renumbered(self.bases, numbers)
+        )
+
+
+def renumbered(runs: Iterable[BlockRun], numbers: Mapping[int, int]) -> tuple[BlockRun, ...]:
+    """Return runs of blocks in an index with other file numbers."""
+    return tuple(map(BlockRun.renumbered, runs, itertools.repeat(numbers)))
 
 
 class StoredLayout(
@@ -146,7 +154,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_u
 
     @property
     def size_bytes(self) -> int:
-        return sum(file.size_bytes for file in self.files)
+        return sum(map(attrgetter("size_bytes"), self.files))
 
     def encoding(self, number: int) -> Encoding | None:
         """Return the encoding with that number; None for raw."""

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from laststep.constants import DTYPES, MAX_HEADER_BYTES
 from laststep.errors import NotFoundError
-from laststep.format.index import folder_of
+from laststep.format.index import folder_of, renumbered
 from laststep.format.layout import FileLayout, Part, TensorEntry, header_bytes_of
 from laststep.format.manifest import ItemRecord
 
@@ -204,8 +204,7 @@ def only_items(index: Index, items: Collection[str]) -> Index:
         index,
         files=tuple(index.files[number] for number in sorted(used)),
         layouts=tuple(
-            structs.replace(stored, runs=tuple(run.renumbered(number_of) for run in stored.runs))
-            for stored in layouts
+            structs.replace(stored, runs=renumbered(stored.runs, number_of)) for stored in layouts
         ),
         values={name: data for name, data in index.values.items() if name in items},
     )
