@@ -313,8 +313,15 @@ class Preempting:
         assert known is not None  # noqa: S101 (only called after a preemption)
         if not self._told:
             self._told = True
-            grace_s = self._watched.grace_s
-            log.warning("the job will be preempted: %s, within %g s", known.cause, grace_s)
+            rank, _, name = known.cause.rpartition(": ")
+            log.log(
+                system.shared_warning(),
+                "%s received %s, so this job will be preempted: its last step is being saved and "
+                "has to be committed within %g s",
+                rank or "this process",
+                name,
+                self._watched.grace_s,
+            )
         return known
 
     def _left_s(self, since: PreemptionSignal) -> float:

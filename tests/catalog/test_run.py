@@ -351,7 +351,7 @@ def test_a_zombie_cannot_begin_after_its_successor_came(store: DirectoryStore) -
     zombie, successor = Run.open_or_create(store), Run.open_or_create(store)
     old = zombie.claim_term(None)
     new = successor.claim_term(None)
-    with raises(AbortedError, where=store.url, found=f"{new}, process {os.getpid()}"):
+    with raises(AbortedError, f"(term {new})", where=store.url, found=f"process {os.getpid()}"):
         zombie.begin(step=1, term=old, attempt=1)
     assert isinstance(attempts.decided(successor, "step-00000001.1-1"), Abort)
 
@@ -401,7 +401,7 @@ def test_what_is_committed_while_another_takes_over_stays_on_the_lineage(
         return number
 
     monkeypatch.setattr(terms.Terms, "claim", slowly)
-    with raises(AbortedError, expected="step-00000002.1-2"):
+    with raises(AbortedError, found="step-00000002.1-2"):
         new_run.claim_term((old, 1))
     assert _steps(new_run) == [1, 2]
 

@@ -334,7 +334,11 @@ class Run:
             if name.point <= seen:
                 return
             if not self._terms.is_of(name.term, writer) and _is_committed(self.store, name):
-                raise self._terms.superseded_error(name.term, f"no {name.folder} since")
+                raise self._terms.superseded_error(
+                    name.term,
+                    "no checkpoint that this job has not seen",
+                    found=f"{name.folder}, saved by {self._terms.described(name.term)}",
+                )
 
     def check_newest(self, term: int) -> None:
         """Raise `AbortedError` if another writer has claimed a newer term."""

@@ -315,12 +315,15 @@ class Terms(msgspec.Struct, eq=False):
             self._known[newest] = record
             return newest
 
-    def superseded_error(self, term: int, expected: str) -> AbortedError:
+    def superseded_error(
+        self, term: int, expected: str, *, found: str | None = None
+    ) -> AbortedError:
+        """Return the error for a writer that another job, of `term`, has fenced off."""
         return AbortedError(
             "another job has saved to the run or taken it over",
             where=self._store.url,
             expected=expected,
-            found=self.described(term),
+            found=found or self.described(term),
             remedy=(
                 "stop one of the two jobs: only one may save to a run at a time; or call "
                 "restore() to continue from the other job's checkpoint"
@@ -332,8 +335,9 @@ class Terms(msgspec.Struct, eq=False):
             record = self.read(term)
         except CorruptError as error:
             return f"term {term} ({error.what})"
-        who = "" if record is None else f", process {record.pid} on {record.host}"
-        return f"term {term}{who}"
+        if record is None:
+            return f"term {term}"
+        return f"process {record.pid} on {record.host} (term {term})"
 
     def is_of(self, term: int, writer: Trainer) -> bool:
         """Return True if this job instance claimed the term."""

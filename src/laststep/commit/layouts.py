@@ -182,7 +182,8 @@ class GlobalLayouts:
     def last_of(self, rank: int) -> str:
         """Return the rank's name with the step at which it was last seen."""
         last = self.kv.look(f"last/{rank}")
-        return f"rank {rank} ({f'last seen at {last.decode()}' if last else 'not seen before'})"
+        seen = f"last seen at {last.decode()}" if last else "which has not saved yet"
+        return f"rank {rank} ({seen})"
 
     def _agree(self, step: int | None) -> GlobalLayout:
         self._global_layout, began_s = None, self.kv.now_s()
@@ -267,8 +268,8 @@ class GlobalLayouts:
         return self._say(msgspec.structs.replace(call, digests=digests))
 
     def _missing(self, ranks: Sequence[int]) -> str:
-        nothing = f"nothing from {listed(map(self.last_of, ranks))} within {self._deadline_s:g} s"
-        return f"not all ranks of this job took part in this save: {nothing}; {ABSENT}"
+        late = f"{listed(map(self.last_of, ranks))} did not answer within {self._deadline_s:g} s"
+        return f"not all ranks of this job took part in this save: {late}; {ABSENT}"
 
     def _impatience(self, late: Callable[[], list[int]]) -> Callable[[], None]:
         """Return a function to call repeatedly; it logs the late ranks once, after seconds."""

@@ -525,7 +525,7 @@ class Member(Participant):
         is_over = now.place is None or self.kv.look(f"s/{now.number}/decision") is not None
         if now.step == round_.step and not (is_passed and is_over):
             return True
-        apart = f"rank 0 saves step {now.step} and not {round_.step}; {SAME_STEPS}"
+        apart = f"rank 0 is saving step {now.step} instead of step {round_.step}; {SAME_STEPS}"
         if now.step > round_.step and not is_passed:
             # Rank 0 may have skipped this step; this rank's next save may then match.
             self._passed = now.number
@@ -535,9 +535,10 @@ class Member(Participant):
         self.known = now.number
         if not is_over:
             round_.has_refused = True
-            reason = f"rank {self.rank.number} saves step {round_.step} and not {now.step}"
-            log.warning("step %d: the save of rank 0 fails: %s; %s", now.step, reason, SAME_STEPS)
-            self.kv.put(f"s/{now.number}/failed", f"{reason}; {SAME_STEPS}".encode())
+            reason = f"is saving step {round_.step} instead of step {now.step}; {SAME_STEPS}"
+            log.warning("the save of step %d fails on rank 0: this rank %s", now.step, reason)
+            told = f"rank {self.rank.number} {reason}"
+            self.kv.put(f"s/{now.number}/failed", told.encode())
         return False
 
     def _now(self) -> CurrentRound | None:
