@@ -118,7 +118,10 @@ def test_what_one_rank_has_sealed_ahead_of_the_others_takes_nothing_from_them(
     job.tell("save 2")
     starts.wait_for(2, 0)  # the others do not know where it is, before step 1 is decided
     kill(job)
-    assert restored_by(starts()) == 1
+    again = starts()
+    assert restored_by(again) == 1
+    told = [f"step 2 (1 of {RANKS} ranks)" in rank.log.read_text() for rank in again.ranks]
+    assert told == [True, *[False] * (RANKS - 1)]
 
 
 @pytest.mark.parametrize("with_flushers", [True, pytest.param(False, marks=pytest.mark.long)])
