@@ -512,6 +512,25 @@ def peek_or_restore(run: str) -> tuple[str, str]:
         return kinds(c.peek if dist.get_rank() == 1 else c.restore)
 
 
+def restore_a_part(run: str, where: int | None) -> list[str]:
+    """Returns the warnings about a new run beside other files, and of a restore that lacks a
+    tensor, on one rank or on all."""
+    place = Path(run)
+    if dist.get_rank() == 0:
+        place.mkdir(parents=True)
+        (place / "notes.txt").touch()
+    dist.barrier()
+    state = {"own": laststep.PerRank({"w": torch.ones(3)}), "common": {"w": torch.ones(3)}}
+    with Heard() as warnings:
+        with opened(run, **state) as c:
+            c.save(1).wait()
+        if where in (None, dist.get_rank()):
+            state["own"] = laststep.PerRank({"w": torch.ones(3), "more": torch.ones(3)})
+        with opened(run, **state) as c:
+            c.restore(strict=False)
+    return warnings
+
+
 def load_nothing_good(run: str) -> tuple[str, str]:
     with opened(run, model=sharded_model()) as c:
         return kinds(c.restore)

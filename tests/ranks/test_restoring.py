@@ -120,6 +120,16 @@ def test_a_save_that_failed_unseen_by_one_rank_is_told_to_all(
         assert (one["step"], one["n"]) == (0, 0)
 
 
+@pytest.mark.parametrize(("where", "told"), [(None, [0]), (1, [1]), (0, [0])])
+def test_a_warning_that_is_the_same_on_all_ranks_is_told_by_one(
+    crew: Crew, run_folder: Path, where: int | None, told: list[int]
+) -> None:
+    found = crew("tasks:restore_a_part", 3, run=f"{run_folder}/run", where=where)
+    for rank, warnings in enumerate(found):
+        assert sum("notes.txt" in warning for warning in warnings) == (rank == 0)
+        assert sum("own/more" in warning for warning in warnings) == (rank in told)
+
+
 @pytest.mark.parametrize("kind", ["module", "plain"])
 def test_what_one_rank_alone_has_replaces_nothing_on_the_others(
     crew: Crew, run_folder: Path, kind: str

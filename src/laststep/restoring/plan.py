@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from laststep.codecs.digests import digest
 from laststep.constants import listed
 from laststep.errors import MismatchError, NotFoundError, Problems
 from laststep.ranks.group import collective
@@ -47,6 +48,8 @@ class _Note(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """True if the checkpoint lacks something that this rank has."""
     takes: bool
     """True if this rank restores anything."""
+    problems: bytes
+    """Digest of what is missing or mismatched on this rank."""
     kept: list[str]
     derived: list[str]
 
@@ -134,6 +137,7 @@ def plan_restore(
         has_aliases=plan.have_aliases,
         lacks=lacks,
         takes=takes,
+        problems=digest("\n".join([*plan.missing, *plan.mismatched]).encode()),
         kept=plan.kept,
         derived=plan.derived,
     )
@@ -162,7 +166,8 @@ def plan_restore(
     elif ranks.rank.is_first:
         _log_ranks_changed(dict(enumerate(notes)), content.commit.ranks, ranks.size)
     if problems.missing or problems.mismatched:
-        _warn_of_problems(problems)
+        is_repeated = not ranks.rank.is_first and note.problems == notes[0].problems
+        _warn_of_problems(problems, logging.INFO if is_repeated else logging.WARNING)
     for match in plan.matches if strict else ():
         if match.newer_names and providers[match.item.name].kind in PLAIN_KINDS:
             log.warning(
@@ -307,13 +312,16 @@ def _ranks(number: int) -> str:
     return "1 rank" if number == 1 else f"{number} ranks"
 
 
-def _warn_of_problems(problems: Problems) -> None:
-    """Warn about live state that is not restored; a user knows of stored tensors left out."""
+def _warn_of_problems(problems: Problems, level: int) -> None:
+    """Log live state that is not restored; a user knows of stored tensors that are left out."""
     problems = msgspec.structs.replace(problems, unexpected=())
     shown = "; ".join(problems.lines()[:3])
     more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-    log.warning(
-        "the live state was only partly restored: %s%s (restored.problems lists all)", shown, more
+    log.log(
+        level,
+        "the live state was only partly restored: %s%s (restored.problems lists all)",
+        shown,
+        more,
     )
 
 
