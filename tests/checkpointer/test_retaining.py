@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 import laststep
 from expect import names
+from laststep.flush.listeners import Retention
 from laststep.settings import as_keywords
 
 if TYPE_CHECKING:
@@ -28,9 +31,28 @@ def test_a_metric_that_no_checkpoint_has_is_told_once(
     ) as ckpt:
         for step in range(3):
             ckpt.save(step, metrics={"loss": 1.0}).wait()
-    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    told += capfd.readouterr().err.splitlines()  # what the helper process logs
-    assert [names(text, "'los'", "loss") for text in told] == [True]
+    [told] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert names(told.getMessage(), "'los'", "loss")
+    assert told.name == Retention.__module__
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "del ckpt"])
+def test_warnings_of_a_flusher_whose_trainer_has_ended_are_printed(
+    end: str, run_folder: Path
+) -> None:
+    trainer = f"""
+import os, signal, laststep
+keep = laststep.Keep(best=1, metric="los")
+ckpt = laststep.Checkpointer({str(run_folder)!r}, state={{"n": 1}}, keep=keep)
+ckpt.save(1, metrics={{"loss": 1.0}}).result()
+{end}
+"""
+    # The helper inherits the pipe: this returns once it has ended too.
+    done = subprocess.run(
+        [sys.executable, "-c", trainer], stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert [names(line, "'los'", "loss") for line in done.stderr.splitlines()] == [True]
 
 
 @pytest.mark.parametrize("flush", ["thread", "process"])

@@ -95,6 +95,7 @@ TO_TRAINER = [
     News(kind="ready"),
     News(kind="written", save=1, done_bytes=5),
     News(kind="removed", step=3, folder="f"),
+    News(kind="logged", logger="laststep.flush", level=30, text="t"),
 ]
 
 

@@ -136,7 +136,7 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
     )
     plan = plan_prune(opened, keep, resumed_from=_resumed_from(opened))
     if plan.lacking is not None:
-        typer.echo(f"{plan.lacking}; until one has it, all are kept", err=True)
+        typer.echo(f"{plan.lacking}; nothing is deleted until one has it", err=True)
     sharing = plan.sharing()
     freed_bytes = sharing.freed_bytes(plan.deletions)
     if not as_json:

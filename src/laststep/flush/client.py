@@ -436,7 +436,7 @@ class Client:
     def leave(self) -> None:
         """Let the flusher finish its work after this program has exited."""
         if self._helper is not None and not self._closing:
-            self.send(protocol.Bye())
+            self.send(protocol.Bye(waits=False))
 
     def abandon(self) -> None:
         """In a forked child: close the copy of the connection without sending anything."""
@@ -470,6 +470,9 @@ class Client:
                 self.up.set()
             elif isinstance(message, protocol.News) and message.kind == "removed":
                 self.bus.emit(Pruned(step=message.step, folder=message.folder))
+            elif isinstance(message, protocol.News) and message.kind == "logged":
+                with threads.outlasting(log, "a log handler failed"):
+                    logging.getLogger(message.logger).log(message.level, "%s", message.text)
             elif (save := self.saves.find(message.save)) is not None:
                 save.hear(message)
                 del save  # free its objects before waiting for the next message

@@ -266,4 +266,6 @@ class Retention(Listener, msgspec.Struct, eq=False):
 
     def _warn(self) -> None:
         if self._lacking is not None:
-            log.warning("%s; until one has it, all are kept", self._lacking)
+            log.warning(
+                "%s; nothing is deleted until one has it, and the disk fills up", self._lacking
+            )

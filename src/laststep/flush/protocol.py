@@ -152,6 +152,9 @@ class Instruct(_Message, frozen=True, kw_only=True):
 class Bye(_Message, frozen=True, kw_only=True):
     """No more saves will come."""
 
+    waits: bool = True
+    """False if the trainer exits without waiting; then nobody reads the flusher's messages."""
+
 
 class Freed(_Message, frozen=True, kw_only=True):
     slots: list[int]
@@ -205,12 +208,15 @@ class DiskNeed(_Message, frozen=True, kw_only=True):
 class News(OfSave, frozen=True, kw_only=True):
     """Information that nothing waits for."""
 
-    kind: Literal["ready", "written", "removed"]
+    kind: Literal["ready", "written", "removed", "logged"]
     """ready: the flusher is running. written: `done_bytes` of a save. removed: retention has
-    deleted `folder`."""
+    deleted `folder`. logged: a log record of the helper process, which the trainer logs."""
     done_bytes: int = 0
     step: int = 0
     folder: str = ""
+    logger: str = ""
+    level: int = 0
+    text: str = ""
 
 
 ToFlusher = Begin | Begun | Chunks | Unchanged | CaptureDone | Decide | Instruct | Bye
@@ -236,6 +242,8 @@ class Connection:
         self._sending = threading.Lock()
         self.descriptors: list[int] = []
         """Descriptors received with messages; whoever takes one closes it."""
+        self.is_read = True
+        """False once the other side has said that it reads no more."""
 
     def send(self, message: ToFlusher | ToTrainer, *, descriptor: int | None = None) -> None:
         """Send one message, with a copy of `descriptor`. Do nothing if the peer is gone: the thread
@@ -262,6 +270,15 @@ class Connection:
     def peer_is_dead(self) -> bool:
         """Return True if the process on the other side has ended, even if it left messages."""
         return self._peer is not None and bool(_ready([self._peer], 0.0))
+
+    def is_cut(self) -> bool:
+        """Return True if nobody reads messages any more. A dying process hangs up first."""
+        own_fd = self._socket.fileno()
+        if own_fd < 0 or not self.is_read or self.peer_is_dead():
+            return True
+        poll = select.poll()
+        poll.register(own_fd, 0)  # still reports a hang-up
+        return bool(poll.poll(0))
 
     def detach(self) -> None:
         """Close this process's copy of the descriptor without shutting down the connection."""

@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import msgspec
 
@@ -41,7 +41,7 @@ from laststep.flush.listeners import FlusherSave, Listener, SlotHolds
 from laststep.flush.writer import SaveWriter
 from laststep.format.manifest import Abort, Commit
 from laststep.memory.segments import Mapping
-from laststep.process import system, threads
+from laststep.process import threads
 from laststep.process.signals import OF_SCHEDULERS
 from laststep.process.threads import WorkerPool, ready
 from laststep.storage.locks import FileLock
@@ -159,6 +159,7 @@ class Flusher:
             while (message := self._connection.receive(protocol.in_flusher)) is not None:
                 if isinstance(message, protocol.Bye):
                     self._was_told_bye = True
+                    self._connection.is_read = message.waits
                     break
                 if isinstance(message, protocol.Begin):
                     self._begin(message)
@@ -482,11 +483,34 @@ class Flusher:
             self._connection.close()  # after any failure: it unblocks the trainer
 
 
+class _TrainerLog(logging.StreamHandler[TextIO]):
+    """Sends log records to the trainer, which logs them under its rank; prints them on stderr if
+    the trainer is gone."""
+
+    def __init__(self, trainer: protocol.Connection, rank: int | None) -> None:
+        super().__init__()
+        self._trainer = trainer
+        self._plain = logging.Formatter()
+        self.setFormatter(
+            logging.Formatter(f"{'' if rank is None else f'rank {rank}: '}%(message)s")
+        )
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._trainer.is_cut():
+            super().emit(record)
+            return
+        text = self._plain.format(record).encode(errors="backslashreplace").decode()
+        self._trainer.send(
+            protocol.News(kind="logged", logger=record.name, level=record.levelno, text=text)
+        )
+
+
 def main(text: str) -> None:
     """Serve as the helper process until the trainer is gone. `text` is a `Setup` as JSON. The
     process starts with the signals of `NOT_FOR_THE_HELPER` blocked."""
     setup = msgspec.json.decode(text, type=ready(Setup))
-    system.log_as_rank(setup.rank)
+    trainer = protocol.Connection(socket.socket(fileno=setup.socket_fd), peer=setup.trainer_pidfd)
+    logging.getLogger().addHandler(_TrainerLog(trainer, setup.rank))
     for url, opener in [(setup.run, setup.opener)] + [
         (tier.url, tier.opener) for tier in setup.orders.replicas
     ]:
@@ -497,5 +521,4 @@ def main(text: str) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_THE_HELPER)
     pool_bytes = os.fstat(setup.pool_fd).st_size
     pool = Mapping(setup.pool_fd, pool_bytes)  # kept: a forked child closes what still exists
-    trainer = protocol.Connection(socket.socket(fileno=setup.socket_fd), peer=setup.trainer_pidfd)
     Flusher(trainer, pool.view, setup).serve()
