@@ -477,3 +477,11 @@ def test_good_keywords_pass_whatever_the_items_are() -> None:
             "more": nn.Linear(1, 1),
         }
     )
+
+
+def test_a_run_below_a_file_is_refused_with_a_remedy_that_fits(tmp_path: Path) -> None:
+    (tmp_path / "tasks.py").write_text("")
+    for path in (tmp_path / "tasks.py", tmp_path / "tasks.py" / "run"):
+        with raises(laststep.StorageError, found="tasks.py", remedy="choose a folder") as raised:
+            laststep.save({"n": 1}, path / "one")
+        assert "right to write" not in raised.value.remedy

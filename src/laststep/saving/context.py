@@ -128,18 +128,24 @@ def _nearest(path: Path) -> Path:
             code = errno.errorcode.get(error.errno or 0, str(error.errno))
             raise _unusable(path, f"{error.strerror} ({code})") from error
         if not place.is_dir():
-            raise _unusable(path, f"{place}, which is not a folder")
+            raise _unusable(
+                path, f"{place}, which is not a folder", remedy="choose a folder, or a new path"
+            )
         return place
     return Path("/")
 
 
-def _unusable(path: Path, found: str) -> StorageError:
+def _unusable(
+    path: Path,
+    found: str,
+    remedy: str = "give this user the right to write there, or choose another path",
+) -> StorageError:
     return StorageError(
         "cannot keep a run",
         where=str(path),
         expected="a folder that can be written",
         found=found,
-        remedy="give this user the right to write there, or choose another path",
+        remedy=remedy,
     )
 
 
