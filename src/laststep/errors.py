@@ -41,6 +41,8 @@ class LaststepError(Exception):
     """The name of the missing file within its store, if the error is about a missing file."""
     step: int | None = None
     """The step of the failed save, if the error made a save fail."""
+    lines: tuple[str, ...] = ()
+    """Further lines of the message, one for each of several problems."""
 
     def __init__(
         self,
@@ -90,7 +92,13 @@ class LaststepError(Exception):
         facts = (("expected", self.expected), ("found", self.found))
         if shown := ", ".join(f"{name} {fact}" for name, fact in facts if fact is not None):
             text += f": {shown}"
-        return f"{text}; {self.remedy}" if self.remedy is not None and with_remedy else text
+        if self.remedy is not None and with_remedy:
+            text += f"; {self.remedy}"
+        if not self.lines:
+            return text
+        left = len(self.lines) - _SHOWN_PROBLEMS
+        more = (f"… and {left} more",) if left > 0 else ()
+        return "\n  ".join((f"{text}:", *self.lines[:_SHOWN_PROBLEMS], *more))
 
     def to_wire(self) -> tuple[str, dict[str, str | None]]:
         """Return the error as plain values for `from_wire` in another process."""
@@ -161,15 +169,8 @@ class MismatchError(LaststepError):
     ) -> MismatchError:
         places = "1 place" if len(problems) == 1 else f"{len(problems)} places"
         error = cls(f"{what} in {places}", where=where, remedy=remedy)
-        error.problems = problems
+        error.problems, error.lines = problems, problems.lines()
         return error
-
-    def _message(self, *, with_remedy: bool = True) -> str:
-        text, lines = super()._message(with_remedy=with_remedy), self.problems.lines()
-        shown = "".join(f"\n  {line}" for line in lines[:_SHOWN_PROBLEMS])
-        if len(lines) > _SHOWN_PROBLEMS:
-            shown += f"\n  … and {len(lines) - _SHOWN_PROBLEMS} more (see .problems)"
-        return f"{text}:{shown}" if lines else text
 
 
 class StorageError(LaststepError):

@@ -26,11 +26,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from laststep import constants
 from laststep.catalog.attempt import AttemptName, deleted, exists
 from laststep.catalog.instances import coming, still_coming
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run, newest_point
 from laststep.catalog.terms import shares_pids, trainer_is_gone
+from laststep.codecs.digests import without_digests
 from laststep.errors import CorruptError, LaststepError, NotFoundError, StorageError, UsageError
 from laststep.events import Bus, PassedOver
 from laststep.format import manifest
@@ -339,6 +341,8 @@ class Choosing:
         self._passed: set[str] = set(wanted.damaged)
         self._skipped: list[Skipped] = []
         """Checkpoints that are damaged, or were deleted between listing and opening."""
+        self._failures: list[str] = []
+        """One line for each of these, without digests, which would hide the rest."""
         self._unseen_s: float | None = None
         """Monotonic time when a rank first missed a file that rank 0 sees; None if none does."""
         collective(ranks, self._list)
@@ -358,16 +362,20 @@ class Choosing:
                 last = error
         if last is not None:
             is_damaged = any(skipped.reason != _DELETED for skipped in self._skipped)
-            raise (CorruptError if is_damaged else NotFoundError)(
+            steps = [f"step {skipped.step}" for skipped in self._skipped]
+            failed = (CorruptError if is_damaged else NotFoundError)(
                 f"none of the {len(self._skipped)} checkpoints of this run can be restored",
                 where=self._store.url,
-                found="; ".join(f"step {s.step}: {s.reason}" for s in self._skipped[:3])
-                or last.without_remedy(),
+                found=f"{'damage' if is_damaged else 'no files'} in {constants.listed(steps)}"
+                if steps
+                else last.without_remedy(),
                 remedy=(
                     f"`laststep verify {self._store.url}` lists all damage; "
                     "try a copy of the run, or start a new run elsewhere"
                 ),
-            ) from last
+            )
+            failed.lines = tuple(self._failures)
+            raise failed from last
         return None
 
     def _go_on_after(self, chosen: Chosen, error: CorruptError | NotFoundError) -> None:
@@ -386,7 +394,7 @@ class Choosing:
         elif verdict is _Finding.DELETED and not self._is_named:
             level = system.shared_warning()
             log.log(level, "%s is gone, listing the run again: %s", chosen.folder, error)
-            self._skip(chosen, _DELETED)
+            self._skip(chosen, _DELETED, _DELETED)
             collective(self._ranks, self._list)
         elif self._use_replica(chosen, why):
             return
@@ -394,13 +402,15 @@ class Choosing:
             raise error
         else:
             # Without the remedy, which is to restore the newest good one: that happens here.
-            self._skip(chosen, why)
+            short = without_digests(error).without_remedy().replace(f"{self._store.url}/", "")
+            self._skip(chosen, why, short)
             self._bus.emit(PassedOver(step=chosen.step, folder=chosen.folder, reason=why))
             self._unseen_s = None
             if self._left:
                 self._left.pop()
 
-    def _skip(self, chosen: Chosen, reason: str) -> None:
+    def _skip(self, chosen: Chosen, reason: str, short: str) -> None:
+        self._failures.append(f"step {chosen.step}: {short}")
         self._skipped.append(Skipped(step=chosen.step, folder=chosen.folder, reason=reason))
 
     def _list(self) -> None:

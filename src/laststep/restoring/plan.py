@@ -382,4 +382,5 @@ def refuse_partial(content: Content, only: Sequence[str] | None) -> None:
             remedy=f"restore(only={here}) restores the items that are here",
         )
         error.problems = Problems(missing=tuple(lacking))
+        error.lines = error.problems.lines()
         raise error
