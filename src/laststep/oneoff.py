@@ -268,9 +268,13 @@ def load(
 
     if not is_checkpoint(store):
         catalog = open_catalog(path)
-        if step is not None:
-            return load_from(catalog[step], is_run=True)
-        return read_newest(store, catalog.latest, lambda found: load_from(found, is_run=True))
+        try:
+            if step is not None:
+                return load_from(catalog[step], is_run=True)
+            return read_newest(store, catalog.latest, lambda found: load_from(found, is_run=True))
+        except CorruptError as error:
+            _set_remedy(error, "load(…, step=N) loads an earlier step")
+            raise
     if step is not None:
         raise UsageError(
             "a single checkpoint has only one step", where=store.url, remedy="leave `step` out"
@@ -279,12 +283,19 @@ def load(
         checkpoint = open_folder(store.url)
         try:
             return load_from(checkpoint, is_run=False)
-        except (CorruptError, NotFoundError):
+        except (CorruptError, NotFoundError) as error:
+            _set_remedy(error, "load another copy")
             with contextlib.suppress(LaststepError):
                 if open_folder(open_store(path).url).created_s != checkpoint.created_s:
                     log.info("%s was overwritten meanwhile: loading it again", store.url)
                     continue
             raise
+
+
+def _set_remedy(error: LaststepError, remedy: str) -> None:
+    """Replace the usual remedy for damage, which is to call restore()."""
+    if error.remedy == CorruptError.usual_remedy:
+        error.remedy = f"`laststep verify` lists all damage; {remedy}"
 
 
 def _tell_whose(checkpoint: Checkpoint, matches: Sequence[Match], rank: int, me: Rank) -> None:
