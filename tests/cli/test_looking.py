@@ -311,6 +311,16 @@ def test_the_document_of_show_has_these_fields(maker, laststep: Callable) -> Non
     ]
 
 
+def test_a_missing_step_of_many_is_answered_with_the_nearest_and_their_number(
+    maker, laststep: Callable
+) -> None:
+    for step in range(0, 40, 4):
+        maker.save(step)
+    ended = laststep("show", maker.path, "--step", 30)
+    assert ended.status == 1
+    assert names(ended.err, "10 steps", "nearest", "20, 24, 28, 32, 36")
+
+
 def test_show_says_which_index_is_damaged_and_shows_the_rest(maker, laststep: Callable) -> None:
     flip(maker.save_by_ranks(100) / "index-r00001", 50)
     ended = laststep("show", maker.path)

@@ -372,8 +372,11 @@ def open_attempts(
 
 def nearest_steps(steps: Iterable[int], wanted: int) -> str:
     """Return, for an error message, the existing steps nearest to a missing one."""
-    near = sorted(sorted(set(steps), key=lambda step: abs(step - wanted))[:_NEAREST])
-    return f"steps {', '.join(map(str, near))}" if near else "no checkpoint"
+    known = sorted(set(steps), key=lambda step: abs(step - wanted))
+    near = ", ".join(map(str, sorted(known[:_NEAREST])))
+    if len(known) > _NEAREST:
+        return f"{len(known)} steps, the nearest: {near}"
+    return f"steps {near}" if near else "no checkpoint"
 
 
 def remedy_for_no_run(store: Store) -> str | None:
