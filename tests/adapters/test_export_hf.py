@@ -81,6 +81,48 @@ def test_a_small_model_becomes_one_file(export: Callable, run_folder: Path, tmp_
     assert all(torch.equal(loaded[n], t) for n, t in model.state_dict().items())
 
 
+def test_one_safetensors_file_is_made_without_a_folder(
+    export: Callable, run_folder: Path, tmp_path: Path
+) -> None:
+    model = torch.nn.Linear(5, 3)
+    save(run_folder, model=model, rest={"b": 1})
+    target = tmp_path / "weights.safetensors"
+    how = ("--format", "safetensors", "--rename", "^=model.")
+    status, out, err = export(run_folder, target, *how)
+    assert (status, err) == (0, "")
+    assert names(out, "weights.safetensors", "2 tensors")
+    loaded = load_file(target)
+    assert {name: t.tolist() for name, t in loaded.items()} == {
+        f"model.{name}": t.tolist() for name, t in model.state_dict().items()
+    }
+    before = target.read_bytes()
+    status, _, err = export(run_folder, target, *how)
+    assert (status, str(target) in err) == (1, True)
+    assert export(run_folder, tmp_path / "b", *how, "--shard-bytes", "1GB")[0] == 2
+    assert export(run_folder, tmp_path / "b", *how, "--item", "rest")[0] == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["weights.safetensors"]
+    assert target.read_bytes() == before
+
+
+def test_more_tensors_than_one_file_holds_are_refused(
+    export: Callable, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(run_folder, model={"a": torch.ones(2), "b": torch.ones(2)})
+    monkeypatch.setattr("laststep.adapters.export.hf._MAX_TENSORS", 1)
+    status, _, err = export(run_folder, tmp_path / "one", "--format", "safetensors")
+    assert (status, names(err, "found 2", "--format hf")) == (2, True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_format_is_told_in_plain_words(
+    export: Callable, run_folder: Path, tmp_path: Path
+) -> None:
+    status, _, err = export(run_folder, tmp_path / "x", "--format", "gguf")
+    said = " ".join(re.sub("[│╭╮╰╯─]", "", err).split())
+    assert (status, names(said, "--format", "gguf", "hf", "safetensors")) == (2, True)
+    assert "Value error" not in said
+
+
 def test_a_large_model_is_cut_as_the_index_says(
     export: Callable, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from laststep.cli.changing import copy, pin, prune, recover, unpin
 from laststep.cli.deleting import rm, rollback
@@ -27,8 +28,19 @@ if TYPE_CHECKING:
 __all__ = ["app", "main"]
 
 
+class _Commands(TyperGroup):
+    def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]  # a private type
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            # typer prefixes the text about a wrong choice with the name of the exception.
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
+
 app = typer.Typer(
     name="laststep",
+    cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

@@ -46,17 +46,20 @@ def export(  # noqa: PLR0913 (one parameter for each option)
     ],
     *,
     format_: Annotated[
-        Literal["hf", "hf-trainer", "dcp", "torch"],
+        Literal["hf", "hf-trainer", "safetensors", "dcp", "torch"],
         typer.Option(
             "--format",
-            help="Hugging Face's weights or Trainer, torch's DCP, or a file for torch.load.",
+            help="Hugging Face's weights or Trainer, one safetensors file, torch's DCP, or a file "
+            "for torch.load.",
             show_default=False,
         ),
     ],
     step: places.StepOption = None,
     item: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Which item.", show_default=f"hf: {_MODEL}, else all"),
+        typer.Option(
+            metavar="NAME", help="Which item.", show_default=f"hf, safetensors: {_MODEL}; else all"
+        ),
     ] = None,
     rank: Annotated[
         int | None,
@@ -92,23 +95,26 @@ def export(  # noqa: PLR0913 (one parameter for each option)
     """
     if format_ == "hf-trainer" and item:
         raise typer.BadParameter("--item belongs to the other formats")
-    if format_ != "hf" and (shard_bytes or dtype or rename or drop_tied):
+    if format_ != "hf" and shard_bytes:
+        raise typer.BadParameter("--shard-bytes belongs to --format hf")
+    if format_ not in ("hf", "safetensors") and (dtype or rename or drop_tied):
         raise typer.BadParameter(
-            "--shard-bytes, --dtype, --rename and --drop-tied belong to --format hf"
+            "--dtype, --rename and --drop-tied belong to --format hf and safetensors"
         )
 
     def write(place: places.CheckpointPath) -> tuple[Checkpoint, list[str], Exported]:
         check_absent(target)
         opened = open_folder(f"{place.store.url}/{place.folder}")
         with _ended_by_signals(), opened.of_rank(rank or 0) as checkpoint:
-            if format_ == "hf":
-                from laststep.adapters.export.hf import export_hf
+            if format_ in ("hf", "safetensors"):
+                from laststep.adapters.export.hf import export_hf, export_safetensors
 
+                into = export_hf if format_ == "hf" else export_safetensors
                 name = item or _MODEL
                 choices = _choices(shard_bytes or _SHARD, dtype or (), rename or ())._replace(
                     drop_tied=drop_tied
                 )
-                return checkpoint, [name], export_hf(checkpoint, target, item=name, choices=choices)
+                return checkpoint, [name], into(checkpoint, target, item=name, choices=choices)
             items = checkpoint.items() if item is None else [item]
             if format_ == "hf-trainer":
                 from laststep.adapters.export.trainer import export_trainer

@@ -1,4 +1,5 @@
-"""Write an item as a Hugging Face model: safetensors files, and an index if there are several.
+"""Write an item as a Hugging Face model: safetensors files, and an index if there are several; or
+as a single safetensors file.
 
 Everything that cannot work is found before anything is written. Tensors are split into files as
 `save_pretrained` does: in order, with a new file when the next tensor does not fit. safetensors
@@ -10,13 +11,22 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections import OrderedDict, deque
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from laststep.adapters.export.folder import Exported, ItemTensors, new_file, new_folder, size_bytes
+from laststep.adapters.export.folder import (
+    Exported,
+    ItemTensors,
+    new_file,
+    new_folder,
+    published,
+    size_bytes,
+)
 from laststep.codecs.objects import Tagged, TensorRef
 from laststep.constants import DTYPES, align_up, listed
 from laststep.errors import UsageError
@@ -25,11 +35,11 @@ from laststep.state.tree import OWNED, owned
 
 if TYPE_CHECKING:
     import os
-    import pathlib
     from collections.abc import Collection, Mapping, Sequence
 
     from laststep.browse import Checkpoint
-    from laststep.state.tree import Path, Shape
+    from laststep.state.tree import Path as KeyPath
+    from laststep.state.tree import Shape
 
 _RESERVED = "__metadata__"
 _MAX_TENSORS = 100_000
@@ -77,11 +87,60 @@ def export_hf(
         return write_weights(checkpoint, folder, item=item, choices=choices)
 
 
-def write_weights(
-    checkpoint: Checkpoint, folder: pathlib.Path, *, item: str, choices: Choices
+def export_safetensors(
+    checkpoint: Checkpoint, target: str | os.PathLike[str], *, item: str, choices: Choices
 ) -> Exported:
+    """Write an item to one new file. Raise UsageError if the request cannot be fulfilled."""
+    tensors = ItemTensors(checkpoint, item)
+    plan = _plan(tensors, choices._replace(shard_bytes=sys.maxsize))
+    if len(plan.files) > 1:
+        raise UsageError(
+            "the tensors do not fit into one safetensors file",
+            where=f"{tensors.where}, item {tensors.item}",
+            expected=f"at most {_MAX_TENSORS:,} tensors",
+            found=f"{plan.tensors:,}",
+            remedy="--format hf writes several files",
+        )
+    [entries] = plan.files.values()
+    with published(target) as path:
+        size = _write_file(path, entries, tensors)
+    return plan.exported({Path(target).name: size})
+
+
+def write_weights(checkpoint: Checkpoint, folder: Path, *, item: str, choices: Choices) -> Exported:
     """Write an item to a folder without such files."""
     tensors = ItemTensors(checkpoint, item)
+    plan = _plan(tensors, choices)
+    files = {
+        name: _write_file(folder / name, entries, tensors) for name, entries in plan.files.items()
+    }
+    if len(files) > 1:
+        with new_file(folder / "model.safetensors.index.json") as file:
+            file.write(_index(plan.files))
+    return plan.exported(files)
+
+
+class _ExportPlan(NamedTuple):
+    files: dict[str, tuple[ExportTensor, ...]]
+    """The tensors of each file."""
+    dropped: dict[str, str]
+    omitted_values: tuple[str, ...]
+
+    @property
+    def tensors(self) -> int:
+        return sum(map(len, self.files.values()))
+
+    def exported(self, sizes: dict[str, int]) -> Exported:
+        return Exported(
+            files=sizes,
+            tensors=self.tensors,
+            dropped=self.dropped,
+            omitted_values=self.omitted_values,
+        )
+
+
+def _plan(tensors: ItemTensors, choices: Choices) -> _ExportPlan:
+    """Choose names, dtypes and files of all tensors; raise UsageError if that is impossible."""
     paths, omitted_values = _leaves(tensors)
     names = _renamed(paths, choices.renames, tensors)
     first: dict[str, str] = {}
@@ -106,20 +165,18 @@ def write_weights(
         if cast.pattern is not None:
             _check_used("--dtype", cast.pattern, kept.values(), tensors)
     to_write = [_entry(stored, name, tensors, choices.casts) for stored, name in kept.items()]
-    planned = _files(to_write, choices.shard_bytes)
-    files: dict[str, int] = {}
-    for name, entries in planned.items():
-        with new_file(folder / name) as file:
-            file.write(_header(entries))
-            for entry in entries:
-                for _, piece in tensors.pieces(entry.stored):
-                    made = _cast(piece, entry, tensors.item).contiguous()
-                    file.write(made.reshape(-1).view(torch.uint8).numpy().data)
-            files[name] = file.tell()
-    if len(planned) > 1:
-        with new_file(folder / "model.safetensors.index.json") as file:
-            file.write(_index(planned))
-    return Exported(files=files, tensors=len(kept), dropped=dropped, omitted_values=omitted_values)
+    return _ExportPlan(_files(to_write, choices.shard_bytes), dropped, omitted_values)
+
+
+def _write_file(path: Path, entries: Sequence[ExportTensor], tensors: ItemTensors) -> int:
+    """Write a new safetensors file; return its size."""
+    with new_file(path) as file:
+        file.write(_header(entries))
+        for entry in entries:
+            for _, piece in tensors.pieces(entry.stored):
+                made = _cast(piece, entry, tensors.item).contiguous()
+                file.write(made.reshape(-1).view(torch.uint8).numpy().data)
+        return file.tell()
 
 
 def _leaves(tensors: ItemTensors) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -127,7 +184,7 @@ def _leaves(tensors: ItemTensors) -> tuple[dict[str, str], tuple[str, ...]]:
     paths: dict[str, str] = {}
     omitted_values: list[str] = []
 
-    def see(node: object, path: Path) -> None:
+    def see(node: object, path: KeyPath) -> None:
         dotted = ".".join(map(str, path)) or tensors.item
         match node:
             case TensorRef(name) | Tagged(tag="ndarray", value=[_, TensorRef(name)]):
