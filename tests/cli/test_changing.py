@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from contextlib import closing
 from typing import TYPE_CHECKING
@@ -44,6 +45,26 @@ def test_a_dry_run_deletes_nothing(ten, laststep: Callable) -> None:
     assert ended.status == 0
     assert "9 checkpoints" in ended.out.splitlines()[-1]
     assert len(steps(ten)) == 10
+
+
+def test_a_narrow_terminal_cuts_the_reason_and_never_the_folder(
+    maker, laststep: Callable, monkeypatch
+) -> None:
+    for step in (20, 20, 30):
+        maker.save(step)
+    maker.run.pin("step-00000020.1-1")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(io, "StringIO", Terminal)  # to which the command prints
+    monkeypatch.setenv("COLUMNS", "60")
+    _, *rows, _ = laststep("prune", maker.path, "--last", 1, "--dry-run").out.splitlines()
+    for row, folder in zip(rows, ("20.1-1", "20.1-2", "30.1-3"), strict=True):
+        assert f"step-000000{folder}  " in row
+        assert len(row) <= 60
+    assert [row.endswith("…") for row in rows] == [False, True, True]
 
 
 def test_without_a_terminal_prune_wants_yes(ten, laststep: Callable, monkeypatch) -> None:

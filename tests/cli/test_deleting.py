@@ -9,7 +9,7 @@ import pytest
 
 import laststep as library
 from expect import names
-from laststep.cli import deleting
+from laststep.cli import deleting, output
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,6 +111,20 @@ def test_nothing_is_deleted_if_the_newest_that_stays_is_damaged(run, laststep: C
     ended = laststep("rollback", run.path, 20, "--yes")
     assert (ended.status, names(ended.err, "step 20", "damaged")) == (1, True)
     assert len(steps(run)) == 6
+
+
+def test_rm_asks_about_a_step_and_its_folder(run, laststep: Callable) -> None:
+    ended = laststep("rm", run.path, 25)
+    assert ended.status == 2
+    assert names(ended.err, "step 25", "step-00000025.2-1", "MB", "step 35")
+
+
+def test_the_question_keeps_the_case_of_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("typer.confirm", lambda question, **_: asked.append(question))
+    output.confirm("delete a/B (1.00 kB)")
+    assert asked == ["Delete a/B (1.00 kB)?"]
 
 
 def test_both_ask_for_confirmation(run, laststep: Callable) -> None:

@@ -143,7 +143,7 @@ def test_du_says_what_the_filesystem_has(run: Path, laststep: Callable) -> None:
 def test_du_shows_a_line_for_each_and_the_totals(run: Path, laststep: Callable) -> None:
     ended = laststep("du", run)
     header, *rows, total = ended.out.splitlines()
-    columns = ("step", "size", "only here", "shared with", "folder")
+    columns = ("step", "size", "only here", "folder", "shared with")
     assert header.split() == " ".join(columns).split()
     assert [row.split()[0] for row in rows] == ["0", "1", "2", "3", "4"]
     assert rows[0].count("step-") == 4

@@ -197,8 +197,8 @@ def _print_verdicts(run: str, plan: PrunePlan, sharing: Sharing) -> None:
                 "step": str(verdict.step),
                 "": "stays" if verdict.keep else "goes",
                 "only here": size_text(sharing.freed_bytes([verdict.folder])),
-                "why": "; ".join(verdict.reasons),
                 "folder": verdict.folder,
+                "why": "; ".join(verdict.reasons),
             }
             for verdict in plan.verdicts
         ]

@@ -10,6 +10,7 @@ from laststep.browse import open_run
 from laststep.catalog.retention import plan_removal, plan_rollback, refuse_writer
 from laststep.cli import output, places
 from laststep.cli.output import count_text, print_json, say, size_text
+from laststep.constants import listed
 from laststep.errors import CorruptError, UsageError
 from laststep.memory import segments
 from laststep.read.verify import verify_checkpoint
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from laststep.catalog.retention import PrunePlan
     from laststep.catalog.run import Run
 
-Step = Annotated[int, typer.Argument(metavar="STEP", help="The step of the checkpoint.", min=0)]
+Step = Annotated[int, typer.Argument(metavar="STEP", help="Which step.", min=0)]
 
 
 def rm(
@@ -32,7 +33,7 @@ def rm(
     yes: output.Yes = False,
     as_json: output.AsJson = False,
 ) -> None:
-    """Delete the checkpoint of a step."""
+    """Delete all checkpoints of a step, also those that were saved again or abandoned."""
     opened = open_run(run)
     _carry_out(opened, plan_removal(opened, step), dry_run=dry_run, yes=yes, as_json=as_json)
 
@@ -74,8 +75,7 @@ def _carry_out(run: Run, plan: PrunePlan, *, dry_run: bool, yes: bool, as_json: 
     if plan.deletions and not dry_run:
         if not yes:
             left = "none is left" if newest is None else f"step {newest.step} is the newest then"
-            count = count_text(len(plan.deletions), "checkpoint")
-            output.confirm(f"delete {count} ({size_text(freed_bytes)}; {left})")
+            output.confirm(f"delete {_named(plan)} ({size_text(freed_bytes)}; {left})")
         if newest is not None:
             _check_sound(run, newest.folder, newest.step)
 
@@ -106,6 +106,14 @@ def _carry_out(run: Run, plan: PrunePlan, *, dry_run: bool, yes: bool, as_json: 
     say(f"{would}deleted: {count_text(len(deleted), 'checkpoint')}, {size_text(freed_bytes)}")
     left = "no checkpoint" if newest is None else f"step {newest.step}"
     say(f"{'then the newest is' if dry_run else 'the newest is now'}: {left}")
+
+
+def _named(plan: PrunePlan) -> str:
+    """Name what is deleted: `1 checkpoint of step 25: step-00000025.2-1`."""
+    steps = sorted({item.step for item in plan.listed if item.folder in plan.deletions})
+    count = count_text(len(plan.deletions), "checkpoint")
+    of = f"step{'s' if len(steps) > 1 else ''} {listed(steps, 6)}"
+    return f"{count} of {of}: {listed(plan.deletions)}"
 
 
 def _refuse_snapshots(run: Run) -> None:

@@ -39,6 +39,8 @@ def ls(
 ) -> None:
     """List the checkpoints of a run, newest last.
 
+    The size is that of the data files; `du` counts all files of a checkpoint.
+
     With --tiers, list the places of the run instead, nearest first.
     """
     if urls and not tiers:
@@ -221,7 +223,11 @@ def _omitted_items(tier: ReplicaStatus) -> tuple[str, ...]:
 
 
 def du(run: places.RunPath, *, as_json: output.AsJson = False) -> None:
-    """Show the disk space of checkpoints, and what they share."""
+    """Show the disk space of checkpoints, and what they share.
+
+    The size is that of all files in the folder: the data files, which `ls` counts, and the indexes
+    and the manifest.
+    """
     opened = open_run(run)
     checkpoints = opened.checkpoints()
     sharing = sharing_of(opened.store, checkpoints)
@@ -250,8 +256,8 @@ def du(run: places.RunPath, *, as_json: output.AsJson = False) -> None:
                 "step": str(item.step),
                 "size": size_text(item.stored_bytes),
                 "only here": size_text(sharing.freed_bytes([item.folder])),
-                "shared with": ", ".join(sharing.sharers(item.folder)[:3]),
                 "folder": item.folder,
+                "shared with": ", ".join(sharing.sharers(item.folder)[:3]),
             }
             for item in checkpoints
         ]

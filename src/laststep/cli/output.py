@@ -49,7 +49,7 @@ def confirm(what: str) -> None:
             expected="--yes, because there is no terminal to ask on",
             remedy="add --yes, or --dry-run to only look",
         )
-    typer.confirm(f"{what.capitalize()}?", abort=True, err=True)
+    typer.confirm(f"{what[0].upper()}{what[1:]}?", abort=True, err=True)
 
 
 @contextmanager
@@ -75,8 +75,8 @@ _NUMBERS = (
 
 
 def print_table(rows: Sequence[Mapping[str, str]]) -> None:
-    """Print rows, which map columns to cells, without columns that are empty; on a terminal, cut
-    lines to its width."""
+    """Print rows, which map columns to cells, without columns that are empty. On a terminal, lines
+    are cut to its width, so names come before texts of any length."""
     columns = [column for column in (rows[0] if rows else ()) if any(row[column] for row in rows)]
     if not columns:
         return
@@ -88,7 +88,10 @@ def print_table(rows: Sequence[Mapping[str, str]]) -> None:
             cell.rjust(width) if column in _NUMBERS else cell.ljust(width)
             for column, cell, width in zip(lines[0], line, widths, strict=True)
         ]
-        sys.stdout.write("  ".join(cells).rstrip()[:limit] + "\n")
+        text = "  ".join(cells).rstrip()
+        if limit is not None and len(text) > limit:
+            text = f"{text[: limit - 1]}…"
+        sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
