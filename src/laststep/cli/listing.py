@@ -13,6 +13,7 @@ from laststep.catalog.retention import sharing_of
 from laststep.catalog.run import Run
 from laststep.cli import output, places
 from laststep.cli.output import bar, count_text, fields, print_json, print_table, say, size_text
+from laststep.codecs.digests import without_digests
 from laststep.constants import duration_text, listed
 from laststep.errors import CorruptError, NotFoundError, UsageError
 from laststep.read.verify import VerifyReport, verify_checkpoint
@@ -277,7 +278,7 @@ def verify(
 ) -> None:
     """Check every byte against its digest.
 
-    Checks all checkpoints of a run, or one.
+    Checks all checkpoints of a run, or one. The digests of damaged places are shown by --json.
     """
     named = step is not None or places.is_checkpoint(path)
     checked: dict[str, VerifyReport | None] = {}  # None: deleted in the meantime
@@ -387,10 +388,12 @@ def _print_report(folder: str, report: VerifyReport | None) -> None:
         return
     say(f"{folder}: DAMAGED in {count_text(len(report.damage), 'place')} ({checked} checked)")
     for damage in report.damage:
-        at = f", bytes {damage.start} to {damage.stop}" if damage.stop else ""
-        touched = f" (holds {listed(damage.touches, 3)})" if damage.touches else ""
-        difference = f"expected {damage.expected}, found {damage.found}"
-        say(f"  {damage.file}: {damage.what}{at}{touched}: {difference}")
+        error = without_digests(damage.error)
+        text = error.found or "changed"
+        if error.found is not None and error.expected is not None:
+            text += f", expected {error.expected}"
+        touched = f" ({listed(damage.touches, 1)})" if damage.touches else ""
+        say(f"  {damage.file}, {damage.what}: {text}{touched}")
     if report.unchecked_bytes:
         size = size_text(report.unchecked_bytes)
         say(f"  {size} could not be checked: the digests that vouch for them are lost")
