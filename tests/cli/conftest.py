@@ -106,6 +106,18 @@ class RunMaker:
             self._commit(folder, step, items, written, metrics or {})
         return self.path / folder
 
+    def save_values(self, step: int, values: dict[str, object]) -> Path:
+        """One checkpoint of plain values and one small tensor, `w`; its folder."""
+        if not self._term:
+            self.start()
+        self._attempt += 1
+        folder = self.run.begin(step=step, term=self._term, attempt=self._attempt).folder
+        tensors: dict[str | None, list[MadeTensor]] = {"state": [_row("w", bytes(4))]}
+        written = self._write(folder, tensors, {"state": _tree(values, "w")})
+        items = (ItemRecord(name="state", kind="value", tensors=1, size_bytes=4),)
+        self._commit(folder, step, items, written, {})
+        return self.path / folder
+
     def seal(self, segment: Segment, step: int) -> str:
         """Leave a save in shared memory alone, as a flusher does; its folder in the run."""
         if not self._term:

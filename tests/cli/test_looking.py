@@ -263,6 +263,7 @@ def test_the_document_of_show_has_these_fields(maker, laststep: Callable) -> Non
         "files",
         "tensors",
         "values",
+        "plain_values",
     }
     assert document["metadata"] == {"note": "made for a test"}
     assert document["ranks"] == 1
@@ -309,6 +310,34 @@ def test_the_document_of_show_has_these_fields(maker, laststep: Callable) -> Non
         ("model", 0),
         ("optimizer", 0),
     ]
+
+
+def test_show_lists_plain_values_and_escapes_them(maker, laststep: Callable) -> None:
+    hostile = {"text": "a\x1b[2Jb", "big": 1 << 60_000, "many": [7] * 1000, "lone": "\udc80"}
+    maker.save_values(3, {"lr": 0.1, "nested": {"k": [1, {"z": None}]}, "bad\x1bkey": 1, **hostile})
+    ended = laststep("show", maker.path)
+    assert ended.status == 0
+    assert "\x1b" not in ended.out
+    lines = [line.split(maxsplit=1) for line in ended.out.splitlines() if line.startswith("state/")]
+    shown = {name: text for name, text in lines if "." not in name}
+    assert shown["state/lr"] == "0.1"
+    assert shown["state/nested"] == "{'k': [1, {'z': None}]}"
+    assert shown["state/text"] == r"'a\x1b[2Jb'"
+    assert shown["state/many"].endswith("…")
+    assert max(map(len, ended.out.splitlines())) < 100
+    document = laststep("show", maker.path, "--json").json()
+    values = {entry["name"]: entry["value"] for entry in document["plain_values"]}
+    assert values["state/many"] == [7] * 1000
+    assert int(values["state/big"], 16) == 1 << 60_000
+    assert values["state/bad\x1bkey"] == 1
+    assert values["state/lone"] == "\udc80"
+
+
+def test_show_lists_per_rank_values_of_each_rank(maker, laststep: Callable) -> None:
+    maker.save_by_ranks(100)
+    document = laststep("show", maker.path, "--json").json()
+    values = {(v["name"], v["rank"]): v["value"] for v in document["plain_values"]}
+    assert values == {("place/position", 0): 10, ("place/position", 1): 11}
 
 
 def test_a_missing_step_of_many_is_answered_with_the_nearest_and_their_number(

@@ -12,6 +12,7 @@ import json
 import math
 import shutil
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -31,6 +32,12 @@ MISUSED = 2
 """Exit status: wrong usage."""
 DAMAGED = 3
 """Exit status: `verify` or `copy` completed and found damage."""
+
+_LARGE_BITS = 128
+"""Larger integers are shown as a power of two."""
+_DECIMAL_BITS = 10_000
+"""Larger integers are hexadecimal in JSON: Python refuses to write more than 4,300 digits."""
+_VALUE_CHARACTERS = 60
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
@@ -97,7 +104,8 @@ def print_table(rows: Sequence[Mapping[str, str]]) -> None:
 
 def print_json(document: Mapping[str, object]) -> None:
     text = json.dumps(plain({"schema": SCHEMA, **document}), indent=2, ensure_ascii=False)
-    sys.stdout.write(text + "\n")
+    # A lone surrogate becomes its JSON escape.
+    sys.stdout.write(text.encode(errors="backslashreplace").decode() + "\n")
 
 
 def fields(record: object, names: str) -> dict[str, object]:
@@ -108,19 +116,43 @@ def fields(record: object, names: str) -> dict[str, object]:
 def plain(value: object) -> object:
     """Convert a value to types that JSON can express."""
     match value:
+        case int() if value.bit_length() > _DECIMAL_BITS:
+            return hex(value)
         case None | bool() | int() | str():
             return value
         case float():
             return value if math.isfinite(value) else str(value)
         case Mapping():
             return {str(key): plain(inner) for key, inner in value.items()}
-        case list() | tuple() | set() | frozenset():
+        case list() | tuple() | set() | frozenset() | deque():
             return [plain(inner) for inner in value]
     if dataclasses.is_dataclass(value):
         return {
             field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
         }
-    return repr(value)
+    return _repr(value)
+
+
+def value_text(value: object) -> str:
+    """Format a value in at most `_VALUE_CHARACTERS`, with control characters escaped."""
+    if isinstance(value, list | tuple) and len(value) > _VALUE_CHARACTERS:
+        value = value[:_VALUE_CHARACTERS]
+    text = _repr(value)
+    return text if len(text) <= _VALUE_CHARACTERS else f"{text[: _VALUE_CHARACTERS - 1]}…"
+
+
+def printable(text: str) -> str:
+    """Escape what a terminal would interpret."""
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
+def _repr(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > _LARGE_BITS:
+        return f"{'-' if value < 0 else ''}2^{value.bit_length() - 1}…"
+    try:
+        return repr(value)
+    except ValueError:  # a large integer within it
+        return f"<{type(value).__name__}>"
 
 
 size_text = human
@@ -142,12 +174,9 @@ def metrics_text(metrics: Mapping[str, object]) -> str:
     def text(value: object) -> str:
         if isinstance(value, float):
             return f"{value:.4g}"
-        # str() refuses integers of more than 4,300 digits.
-        if isinstance(value, int) and value.bit_length() > 128:
-            return f"{'-' if value < 0 else ''}2^{value.bit_length() - 1}…"
-        return str(value)
+        return printable(value) if isinstance(value, str) else _repr(value)
 
-    return " ".join(f"{name}={text(value)}" for name, value in metrics.items())
+    return " ".join(f"{printable(name)}={text(value)}" for name, value in metrics.items())
 
 
 def count_text(count: int, noun: str, plural: str | None = None) -> str:

@@ -6,6 +6,7 @@ An index that cannot be read is named; what the others tell is still shown.
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -17,9 +18,12 @@ from laststep.catalog.retention import sharing_of
 from laststep.cli import output, places
 from laststep.cli.listing import lineage_of
 from laststep.cli.output import count_text, fields, say, size_text
+from laststep.codecs import objects
+from laststep.codecs.objects import Tagged, TensorRef
 from laststep.constants import DTYPES, listed
 from laststep.errors import CorruptError
 from laststep.read.content import stored_in
+from laststep.state.tree import OWNED, owned, tensor_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,7 +43,7 @@ def show(
     *,
     step: places.StepOption = None,
     all_: Annotated[
-        bool, typer.Option("--all", help=f"List all tensors and files, not only {_SHOWN} of each.")
+        bool, typer.Option("--all", help=f"List all values, files and tensors, not only {_SHOWN}.")
     ] = False,
     as_json: output.AsJson = False,
 ) -> None:
@@ -75,6 +79,7 @@ def show(
         for _, file in shown.files()
     ]
     limit = None if all_ else _SHOWN
+    _print_some([_value_row(value) for value in shown.values()], "value", limit)
     _print_some(files, "file", limit)
     _print_some([_row(tensor) for tensor in shown.tensors()], "tensor", limit)
     for error in shown.unreadable:
@@ -108,6 +113,15 @@ class ShownTensor:
     def missing_bytes(self) -> int:
         """Bytes of ranks whose indexes cannot be read."""
         return self.size_bytes - sum(part.size_bytes for part in self.parts)
+
+
+class ShownValue(NamedTuple):
+    """A plain value of an item, or a container of them that is short enough for one line."""
+
+    name: str
+    rank: int | None
+    """The rank that it belongs to, for per-rank items."""
+    value: object
 
 
 class ShownCheckpoint(NamedTuple):
@@ -153,6 +167,67 @@ class ShownCheckpoint(NamedTuple):
         keys = sorted(found, key=lambda key: items.get(key[0], len(items)))
         return [tensor for key in keys for tensor in found[key].values()]
 
+    def values(self) -> list[ShownValue]:
+        """Return the plain values, ordered by item. A value of several ranks is listed once, unless
+        each of them has its own."""
+        found: dict[tuple[str, int | None], ShownValue] = {}
+        for item in self.commit.items:
+            is_own = item.per_rank and self.commit.ranks > 1
+            for index in self.indexes:
+                rank = index.rank if is_own else None
+                where = f"{self.place.folder}, rank {index.rank}, value {item.name}"
+                for name, value in _leaves(item.name, _tree(index.values.get(item.name), where)):
+                    found.setdefault((name, rank), ShownValue(name, rank, value))
+        return list(found.values())
+
+
+def _tree(data: bytes | None, where: str) -> object:
+    """Return the tree of an item, or the error that says why it cannot be read."""
+    try:
+        document = {} if data is None else objects.decode(data, where=where)
+    except CorruptError as error:
+        return error
+    return document.get("tree", {}) if isinstance(document, dict) else document
+
+
+def _leaves(name: str, node: object) -> Iterator[tuple[str, object]]:
+    """Yield the plain values in a tree: single ones, and containers that fit into one line or have
+    no containers in them."""
+    if isinstance(node, Tagged) and node.tag == OWNED:
+        node = owned(node).state
+    if isinstance(node, TensorRef) or (isinstance(node, Tagged) and tensor_names(node)):
+        return  # listed as a tensor
+    inner: list[tuple[object, object]] = []
+    if isinstance(node, dict):
+        inner = list(node.items())
+    elif isinstance(node, list | tuple | deque) and any(isinstance(e, _NESTED) for e in node):
+        inner = list(enumerate(node))
+    if not inner or (_is_plain(node) and not output.value_text(node).endswith("…")):
+        if node != {}:
+            yield name, node
+        return
+    for key, value in inner:
+        yield from _leaves(
+            f"{name}/{key if isinstance(key, str) else output.value_text(key)}", value
+        )
+
+
+_NESTED = (dict, list, tuple, deque, Tagged, TensorRef)
+
+
+def _is_plain(tree: object) -> bool:
+    """Return True if a tree has neither tensors nor values of other types in it."""
+    stack = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, Tagged | TensorRef):
+            return False
+        if isinstance(node, dict):
+            stack += node.values()
+        elif isinstance(node, list | tuple | deque):
+            stack += node
+    return True
+
 
 def _read(place: places.CheckpointPath) -> ShownCheckpoint:
     shown = ShownCheckpoint(place, read_commit(place.store, place.folder), [], [])
@@ -193,7 +268,14 @@ def _document(shown: ShownCheckpoint) -> dict[str, object]:
             for index in shown.indexes
             for name, data in index.values.items()
         ],
+        "plain_values": [
+            {**fields(entry, "name rank"), "value": _plain(entry.value)} for entry in shown.values()
+        ],
     }
+
+
+def _plain(value: object) -> object:
+    return {value.tag: output.plain(value.value)} if isinstance(value, Tagged) else value
 
 
 def _print_facts(shown: ShownCheckpoint) -> None:
@@ -232,7 +314,7 @@ def _print_facts(shown: ShownCheckpoint) -> None:
         facts["partial checkpoint"] = f"of the run {commit.run}, without {without}"
     width = max(map(len, facts))
     for name, text in facts.items():
-        say(f"{name.ljust(width)}  {text}")
+        say(f"{name.ljust(width)}  {output.printable(text)}")
 
 
 def _row(tensor: ShownTensor) -> dict[str, str]:
@@ -250,6 +332,19 @@ def _row(tensor: ShownTensor) -> dict[str, str]:
         "bytes": f"{tensor.size_bytes:,}",
         "parts": f"{len(tensor.parts):,}",
         "": ", ".join(notes),
+    }
+
+
+def _value_row(shown: ShownValue) -> dict[str, str]:
+    value = shown.value
+    if isinstance(value, Tagged):
+        text = f"{value.tag} {output.value_text(value.value)}"
+    else:
+        text = output.value_text(value)
+    return {
+        "value": output.printable(shown.name),
+        "content": output.printable(text),
+        "": "" if shown.rank is None else f"of rank {shown.rank}",
     }
 
 
