@@ -239,6 +239,27 @@ def test_a_stock_trainer_resumes_from_an_exported_checkpoint(
     assert all(torch.equal(found, expected[n]) for n, found in again.model.state_dict().items())
 
 
+def test_an_export_replaces_the_folder_of_the_same_checkpoint_and_no_other(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    here(out, args={"save_steps": 3, "max_steps": 6}).train()
+    three, six = (out / f"checkpoint-{step}" for step in (3, 6))
+    (six / "notes.txt").write_text("mine")
+    run = out / "_laststep"
+    with laststep.open(run)[6] as checkpoint:
+        for other in (three, run):
+            with raises(laststep.AlreadyExistsError, where=str(other)):
+                export_trainer(checkpoint, other, run=run)
+        export_trainer(checkpoint, six, run=run)
+        names = {file.name for file in six.iterdir()}
+        assert {"notes.txt", "config.json", "optimizer.pt", "model.safetensors"} <= names
+        assert "laststep.json" not in names
+        with raises(laststep.AlreadyExistsError):  # what laststep did not make stays
+            export_trainer(checkpoint, six, run=run)
+        assert not checkpoint.verify().damage
+    assert (three / "laststep.json").exists()
+    assert not list(out.glob(".*"))
+
+
 def test_only_what_a_trainer_saved_is_exported_as_its_folder(tmp_path: Path) -> None:
     with laststep.Checkpointer(tmp_path / "run", model=torch.nn.Linear(1, 1)) as ckpt:
         ckpt.save(0)

@@ -103,7 +103,8 @@ def export(  # noqa: PLR0913 (one parameter for each option)
         )
 
     def write(place: places.CheckpointPath) -> tuple[Checkpoint, list[str], Exported]:
-        check_absent(target)
+        if format_ != "hf-trainer":  # which replaces a folder that laststep made
+            check_absent(target)
         opened = open_folder(f"{place.store.url}/{place.folder}")
         with _ended_by_signals(), opened.of_rank(rank or 0) as checkpoint:
             if format_ in ("hf", "safetensors"):

@@ -27,6 +27,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from laststep.adapters.export.folder import ItemTensors, new_file, new_folder
 from laststep.adapters.export.hf import Cast, Choices, export_hf
+from laststep.adapters.export.trainer import MARK
 from laststep.browse import open as open_run
 from laststep.errors import LaststepError, NotFoundError
 from laststep.storage.directory import TEMPORARY
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MARK = "laststep.json"
-"""Marker file that distinguishes our folders from those that the Trainer has saved itself."""
 _SHARD_BYTES = 50 * 10**9
 """The file size limit that `save_pretrained` uses."""
 

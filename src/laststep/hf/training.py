@@ -26,13 +26,14 @@ from transformers.trainer_utils import get_last_checkpoint
 import laststep
 from laststep import deepspeed, fsdp1
 from laststep.accelerate.loaders import item_of, place_in
+from laststep.adapters.export.trainer import MARK
 from laststep.adapters.framework import FrameworkCheckpointer, advising
 from laststep.browse import open as open_run
 from laststep.constants import ADAPTERS_RUN
 from laststep.errors import NotFoundError, UsageError
 from laststep.events import Committed
 from laststep.hf import FRAMEWORK
-from laststep.hf.folders import MARK, Folders, is_peft, path_of
+from laststep.hf.folders import Folders, is_peft, path_of
 from laststep.process.threads import WorkerPool
 from laststep.state.items import Deferred
 from laststep.state.modules import trainable

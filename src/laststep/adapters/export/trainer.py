@@ -1,8 +1,9 @@
 """Write a `checkpoint-N` folder from which the Trainer of transformers resumes by itself.
 
 It has what the Trainer writes: weights, `optimizer.pt`, `scheduler.pt`, `rng_state.pth` and
-`trainer_state.json`. Configuration, tokenizer and arguments are copied from another `checkpoint-…`
-folder beside the run, because a checkpoint does not contain them. Does not import transformers.
+`trainer_state.json`. Configuration, tokenizer and arguments are copied from a `checkpoint-…` folder
+beside the run, because a checkpoint does not contain them. The folder that laststep made for the
+same checkpoint, which lacks the optimizer, is replaced. Does not import transformers.
 """
 
 from __future__ import annotations
@@ -10,22 +11,25 @@ from __future__ import annotations
 import json
 import shutil
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laststep.adapters.export.folder import Exported, new_file, new_folder
+from laststep.adapters.export.folder import Exported, check_absent, new_file, new_folder
 from laststep.adapters.export.hf import Choices, write_weights
 from laststep.adapters.export.torch_file import save_file, state_of
 from laststep.errors import UsageError
+from laststep.storage.files import absolute
 
 if TYPE_CHECKING:
     import os
-    from pathlib import Path
 
     from laststep.browse import Checkpoint
 
+MARK = "laststep.json"
+"""Marker file that distinguishes our folders from those that the Trainer has saved itself."""
 _MADE = (
     *("model*.safetensors*", "pytorch_model*", "optimizer.pt", "scheduler.pt", "scaler.pt"),
-    *("rng_state*.pth", "trainer_state.json", "laststep.json"),
+    *("rng_state*.pth", "trainer_state.json", MARK),
 )
 """The files of a folder that belong to one step."""
 _STATES = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
@@ -34,7 +38,9 @@ _STATES = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "
 def export_trainer(
     checkpoint: Checkpoint, target: str | os.PathLike[str], *, run: Path | None
 ) -> Exported:
-    """Write a new folder. `run` is the folder of the run, if it is on this machine."""
+    """Write a new folder, or replace the one that laststep made for this checkpoint. `run` is the
+    folder of the run, if it is on this machine. Raise AlreadyExistsError if anything else exists
+    under this name."""
     items, stamp = checkpoint.items(), checkpoint.metadata
     is_trainers = isinstance(stamp, dict) and stamp.get("framework") == "transformers"
     beside = [] if run is None else sorted(run.parent.glob("checkpoint-*/"), key=_number)
@@ -49,10 +55,15 @@ def export_trainer(
         raise UsageError(
             "the checkpoints of peft cannot become a Trainer's folders",
             where=checkpoint.folder,
-            remedy="--format torch writes everything",
+            remedy="--format torch writes everything; load the adapter from checkpoint-N, which "
+            "resuming once with laststep makes",
         )
-    with new_folder(target) as folder:
-        for source in beside[-1:]:
+    replaced = Path(absolute(target))
+    replace = run is not None and _is_made_for(checkpoint, replaced, run)
+    if not replace:
+        check_absent(target)
+    with new_folder(target, replace=replace) as folder:
+        for source in [replaced] if replace else beside[-1:]:
             shutil.copytree(
                 source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_MADE)
             )
@@ -69,6 +80,20 @@ def export_trainer(
         with new_file(folder / "trainer_state.json") as file:
             file.write(document.encode())
     return Exported(files=files, tensors=written.tensors, dropped=written.dropped)
+
+
+def _is_made_for(checkpoint: Checkpoint, folder: Path, run: Path) -> bool:
+    """Return True if laststep made this folder for the checkpoint, wherever the run was then."""
+    try:
+        made = json.loads((folder / MARK).read_bytes())
+    except (OSError, ValueError):
+        return False
+    if folder.is_symlink() or not isinstance(made, dict):
+        return False
+    is_beside = folder.parent.resolve() == run.parent.resolve()
+    return made.get("checkpoint") == checkpoint.folder and (
+        is_beside or made.get("run") == absolute(run)
+    )
 
 
 def _number(folder: Path) -> int:
