@@ -8,7 +8,8 @@ from torch.utils.data import DataLoader
 
 import laststep
 
-run, steps = sys.argv[1], int(sys.argv[-1]) if sys.argv[-1].isdigit() else 40
+run = sys.argv[1] if len(sys.argv) > 1 else "runs/accelerate_loop"
+steps = int(sys.argv[-1]) if sys.argv[-1].isdigit() else 40
 
 acc = laststep.accelerate.attach(Accelerator(cpu=True), run)
 model = torch.nn.Linear(16, 1)
