@@ -577,6 +577,11 @@ def test_what_would_lose_or_mix_checkpoints_is_refused(tmp_path: Path) -> None:
     here(out, args={"max_steps": 3}, settings={"new_lineage": True}).train()
 
 
+def test_an_argument_of_the_trainer_is_no_setting(tmp_path: Path) -> None:
+    with raises(laststep.UsageError, remedy="TrainingArguments"):
+        laststep.hf.attach(here(tmp_path / "out", kind="stock"), save_steps=5)
+
+
 def test_a_trainer_with_a_way_of_saving_of_its_own_is_told_that_it_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ save is `global_step`, and training continues from `Restored.step`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import sys
@@ -153,6 +154,7 @@ def attach(trainer: Any, run: str | os.PathLike[str] | None = None, **settings: 
         raise UsageError(
             "laststep.hf.attach needs a transformers.Trainer", found=repr(trainer)[:80]
         )
+    _refuse_arguments(trainer, settings)
     check_early(settings)
     if not isinstance(trainer, SavingTrainer):
         kind = type(trainer)
@@ -161,3 +163,16 @@ def attach(trainer: Any, run: str | os.PathLike[str] | None = None, **settings: 
         )
     trainer._laststep_run, trainer._laststep_settings = run, settings
     return trainer
+
+
+def _refuse_arguments(trainer: Any, settings: dict[str, Any]) -> None:
+    """Raise UsageError for a keyword that belongs to the Trainer's own arguments."""
+    own = {field.name for field in dataclasses.fields(trainer.args)}
+    for name, value in settings.items():
+        if name in own:
+            raise UsageError(
+                f"unknown setting {name!r}",
+                expected="settings of a Checkpointer",
+                found=f"an argument of the Trainer: {name}={value!r}",
+                remedy=f"pass {name} to TrainingArguments",
+            )
