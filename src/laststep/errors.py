@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
-_SHOWN_PROBLEMS = 50
+_SHOWN_PROBLEMS = 10
 _PARTS = ("where", "expected", "found", "remedy")
 _WIRED = ("what", *_PARTS, "missing", "transient", "device_failed")
 
@@ -98,7 +98,9 @@ class LaststepError(Exception):
             return text
         left = len(self.lines) - _SHOWN_PROBLEMS
         more = (f"… and {left} more",) if left > 0 else ()
-        return "\n  ".join((f"{text}:", *self.lines[:_SHOWN_PROBLEMS], *more))
+        shown = "\n  ".join((f"{text}:", *self.lines[:_SHOWN_PROBLEMS], *more))
+        # A long list may scroll the remedy away, so it is repeated.
+        return f"{shown}\n{self.remedy}" if more and self.remedy and with_remedy else shown
 
     def to_wire(self) -> tuple[str, dict[str, str | None]]:
         """Return the error as plain values for `from_wire` in another process."""
@@ -156,7 +158,7 @@ class MismatchError(LaststepError):
     each other; `.problems` lists all differences."""
 
     problems: Problems = Problems()
-    """All differences; the message shows the first fifty."""
+    """All differences; the message shows the first ten."""
 
     @classmethod
     def of(

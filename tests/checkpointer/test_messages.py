@@ -98,7 +98,9 @@ def test_a_long_list_is_cut_in_the_message_only(tmp_path: Path) -> None:
         laststep.load(tmp_path / "one", into={"a": 1})
     assert len(caught.value.problems) == 70
     lines = str(caught.value).splitlines()
-    assert (len(lines), "20" in lines[-1]) == (52, True)  # fifty, and how many more
+    # ten, how many more, and the remedy once more
+    assert (len(lines), "60" in lines[-2], lines[-1]) == (13, True, caught.value.remedy)
+    assert caught.value.without_remedy().count("\n") == 11
 
 
 def test_load_suggests_only_what_it_can_do(tmp_path: Path) -> None:
