@@ -393,7 +393,7 @@ def _print_report(folder: str, report: VerifyReport | None) -> None:
         if error.found is not None and error.expected is not None:
             text += f", expected {error.expected}"
         touched = f" ({listed(damage.touches, 1)})" if damage.touches else ""
-        say(f"  {damage.file}, {damage.what}: {text}{touched}")
+        say(f"  {damage.file}: {damage.what}, {text}{touched}")
     if report.unchecked_bytes:
         size = size_text(report.unchecked_bytes)
         say(f"  {size} could not be checked: the digests that vouch for them are lost")
