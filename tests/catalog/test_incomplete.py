@@ -138,8 +138,8 @@ def test_a_retention_looks_once_into_each_folder(
         ([], 5, "no checkpoint"),
         ([10], 5, "steps 10"),
         ([30, 10, 20, 20], 25, "steps 10, 20, 30"),
-        (range(0, 1000, 10), 55, "steps 30, 40, 50, 60, 70, 80"),
-        (range(0, 1000, 10), 5000, "steps 940, 950, 960, 970, 980, 990"),
+        (range(0, 1000, 10), 55, "100 steps, the nearest: 30, 40, 50, 60, 70, 80"),
+        (range(0, 1000, 10), 5000, "100 steps, the nearest: 940, 950, 960, 970, 980, 990"),
     ],
 )
 def test_the_nearest_steps_are_named(steps: list[int], wanted: int, text: str) -> None:

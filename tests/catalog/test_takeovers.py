@@ -36,7 +36,7 @@ def test_who_missed_a_commit_of_the_epoch_it_saw_cannot_take_over(run: Run, save
     save(run, 2, term, 2)
     plan_prune(run, Keep(last=1)).execute()
     stale = new_start()
-    with raises(AbortedError, expected="step-00000002.1-2", remedy="restore()"):
+    with raises(AbortedError, found="step-00000002.1-2", remedy="restore()"):
         run.claim_term((term, 1), seen=seen, writer=stale)
     assert run.newest_point() == Seen(term=term, commit=(term, 2))
     assert run.claim_term((term, 2), seen=run.newest_point(), writer=stale) == 2
@@ -200,7 +200,7 @@ def test_of_two_that_claim_at_once_only_one_that_lives_is_in_the_way(
     if orphan:
         assert run.claim_term(None, seen=Seen(), writer=new_start()) == 2
     else:
-        with raises(AbortedError, found="1, process"):
+        with raises(AbortedError, found="(term 1)"):
             run.claim_term(None, seen=Seen(), writer=new_start())
 
 

@@ -38,7 +38,7 @@ def test_a_part_needs_only_its_own_files(
     (path,) = folder.rglob("blob.safetensors")
     path.unlink()
     with opened(fresh) as checkpointer:
-        with raises(laststep.CorruptError, found="blob.safetensors"):
+        with raises(laststep.CorruptError, "blob.safetensors"):
             checkpointer.restore()
         assert fresh.is_wholly(7), "that is noticed before anything is read"
         checkpointer.restore(only=["model", "optimizer"])

@@ -164,7 +164,7 @@ def test_a_job_whose_flusher_died_before_a_commit_does_not_take_the_run_back(
         second.restore()
         second.save(5).wait(PATIENCE_S)
         for step in (1, 2):
-            with raises(laststep.AbortedError, step=step, expected="step-00000005"):
+            with raises(laststep.AbortedError, step=step, found="step-00000005"):
                 first.save(step).wait(PATIENCE_S)
         second.save(6).wait(PATIENCE_S)
     first.close()

@@ -109,7 +109,7 @@ def test_a_job_that_missed_a_save_restores_again_before_it_takes_over(run_folder
     first.save(1).wait(PATIENCE_S)
     assert second.restore().step == 1
     first.save(2).wait(PATIENCE_S)
-    with raises(laststep.AbortedError, step=2, where=run_folder, expected="step-00000002.1-2"):
+    with raises(laststep.AbortedError, step=2, where=run_folder, found="step-00000002.1-2"):
         second.save(2).wait(PATIENCE_S)
     assert laststep.open(run_folder).steps()[-1] == 2
     assert second.restore().step == 2

@@ -18,6 +18,7 @@ import msgspec
 from laststep.codecs.digests import digest
 from laststep.constants import listed
 from laststep.errors import MismatchError, NotFoundError, Problems
+from laststep.process.threads import ready
 from laststep.ranks.group import collective
 from laststep.restoring.match import PLAIN_KINDS, Match, match_item
 from laststep.restoring.renaming import modules_in, rename
@@ -54,7 +55,7 @@ class _Note(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     derived: list[str]
 
 
-_decode_note = msgspec.msgpack.Decoder(_Note).decode
+_decode_note = msgspec.msgpack.Decoder(ready(_Note)).decode
 VALUE = "state"
 """Name of the only item in a checkpoint of a one-off state."""
 
