@@ -637,7 +637,7 @@ class Saves:
         for error in failed[1:]:
             failed[0].add_note(f"step {error.step} failed too: {error.without_remedy()}")
         if failed and unsaved is not None:
-            failed[0].add_note(f"step {unsaved} is not saved: call save({unsaved}) again")
+            failed[0].add_note(f"step {unsaved} is not saved either")
         if failed:
             raise failed[0]
         return True

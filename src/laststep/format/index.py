@@ -293,8 +293,8 @@ def _problem(index: Index) -> str | None:
     for codec, element_bytes in index.encodings:
         if not _ENCODING_NAME.fullmatch(codec) or element_bytes not in _ELEMENT_BYTES:
             return f"the encoding {codec[:100]!r} with elements of {element_bytes} bytes"
-    names = [stored.layout.name for stored in index.layouts]
-    for many in ([file.name for file in index.files], index.encodings, names):
+    names = list(map(attrgetter("layout.name"), index.layouts))
+    for many in (list(map(attrgetter("name"), index.files)), index.encodings, names):
         if len(set(many)) != len(many):
             return "a file, an encoding or a layout twice"
     for stored, name in zip(index.layouts, names, strict=True):
@@ -346,12 +346,13 @@ def _run_problem(
 
 def written_of(index: Index, data: bytes) -> WrittenIndexes:
     """Return the summary that a rank reports about its index, whose encoded bytes are `data`."""
-    lossy = {how for stored in index.layouts for how in stored.lossy.values()}
+    lossy = set[str]().union(*map(dict.values, map(attrgetter("lossy"), index.layouts)))
+    shared = filter(attrgetter("origin"), index.files)
     return WrittenIndexes(
         indexes=data[:DIGEST_BYTES],
         files=len(index.files),
         size_bytes=index.size_bytes,
-        shared_bytes=sum(file.size_bytes for file in index.files if file.origin),
+        shared_bytes=sum(map(attrgetter("size_bytes"), shared)),
         lossy=tuple(sorted(lossy)),
     )
 
